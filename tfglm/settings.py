@@ -1,0 +1,153 @@
+"""Every setting once: name, default, range and reason. Command-line flags, the TFGLM_* environment and the README table
+are made from this module; nothing else states a default.
+
+Precedence: command line, then environment, then default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tfglm.errors import ConfigError
+
+ENV_PREFIX = "TFGLM_"
+
+
+def _setting(
+    default: Any,
+    reason: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    secret: bool = False,
+) -> Any:
+    meta = {"reason": reason, "low": low, "high": high, "choices": choices, "secret": secret}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one server. Field types are str, int, float or bool; `from_sources` checks every range."""
+
+    host: str = _setting("127.0.0.1", "address to listen on; loopback, so that nothing is public by accident")
+    port: int = _setting(8888, "port to listen on; 0 takes a free one and prints it", low=0, high=65535)
+    api_key: str = _setting("", "comma-separated keys clients must send; empty asks for none", secret=True)
+    served_name: str = _setting("", "model name in the API; empty takes the checkpoint folder's name")
+    device: str = _setting("auto", "where the model runs; auto takes cuda when it can serve", choices=("auto", "cpu"))
+    threads: int = _setting(0, "CPU threads of the forward pass; 0 takes one a core", low=0, high=1024)
+    context: int = _setting(
+        0,
+        "window of one request, prompt + reply, in tokens; 0 takes the largest that fits, up to 131072",
+        low=0,
+        high=1048576,
+    )
+    parallel: int = _setting(4, "requests decoded together, each with its own window", low=1, high=8)
+    max_queued: int = _setting(64, "requests that may wait; one more is answered 429", low=0, high=100000)
+    prefill_rows: int = _setting(
+        256, "prompt tokens a forward; small enough that a cancelled prompt stops at once", low=16, high=4096
+    )
+    kv: str = _setting(
+        "bf16", "format of the latent cache; fp32 only for comparing with other engines", choices=("bf16", "fp32")
+    )
+    max_tokens: int = _setting(
+        32768, "reply budget of a request that names none; cut to the window, never refused", low=1, high=1048576
+    )
+    thinking: bool = _setting(True, "think before answering unless the request says otherwise")
+    body_mib: int = _setting(64, "largest request body in MiB", low=1, high=4096)
+    keepalive_s: float = _setting(
+        15.0, "a silent stream gets an SSE comment this often; 0 turns it off", low=0, high=3600
+    )
+    drain_s: float = _setting(20.0, "seconds running replies get to finish after SIGTERM", low=0, high=3600)
+    seed_salt: str = _setting("", "mixed into the seed of requests that send none (same prompt, same salt, same reply)")
+    log_level: str = _setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
+
+    @classmethod
+    def from_sources(
+        cls, flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
+    ) -> Settings:
+        """Settings from flags (None values are "not given") over environment over defaults.
+
+        Raises ConfigError naming the setting, where its value came from, the value and the range.
+        """
+        env = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for f in dataclasses.fields(cls):
+            flag = (flags or {}).get(f.name)
+            variable = env_name(f.name)
+            if flag is not None:
+                values[f.name] = _parse(f, flag, flag_name(f.name))
+            elif env.get(variable, "") != "":
+                values[f.name] = _parse(f, env[variable], variable)
+        return cls(**values)
+
+
+def flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def range_text(f: dataclasses.Field[Any]) -> str:
+    """The accepted values of one setting in words, for messages and tables."""
+    meta = f.metadata
+    if meta["choices"]:
+        return ", ".join(meta["choices"])
+    if isinstance(f.default, bool):
+        return "0, 1"
+    if meta["low"] is not None:
+        return f"{meta['low']} to {meta['high']}"
+    return "text"
+
+
+def _parse(f: dataclasses.Field[Any], raw: object, source: str) -> Any:
+    meta, shown = f.metadata, "(not shown)" if f.metadata["secret"] else repr(raw)
+
+    def refuse() -> ConfigError:
+        return ConfigError(f"{source} is {shown}; it takes {range_text(f)} (default {f.default!r})")
+
+    kind = type(f.default)
+    if kind is bool:
+        words = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+        word = str(raw).strip().lower()
+        if word not in words:
+            raise refuse()
+        return words[word]
+    try:
+        value = kind(raw)
+    except (TypeError, ValueError):
+        raise refuse() from None
+    if meta["choices"] and value not in meta["choices"]:
+        raise refuse()
+    if kind is float and not math.isfinite(value):
+        raise refuse()
+    if meta["low"] is not None and not meta["low"] <= value <= meta["high"]:
+        raise refuse()
+    return value
+
+
+def table() -> str:
+    """The settings as a Markdown table (the README's, kept in step by a test)."""
+    rows = ["| flag | environment | default | values | why |", "|---|---|---|---|---|"]
+    for f in dataclasses.fields(Settings):
+        default = "" if f.default == "" else str(int(f.default) if isinstance(f.default, bool) else f.default)
+        rows.append(
+            f"| `{flag_name(f.name)}` | `{env_name(f.name)}` | {default} | {range_text(f)} | {f.metadata['reason']} |"
+        )
+    return "\n".join(rows)
