@@ -113,7 +113,7 @@ def _parse(f: dataclasses.Field[Any], raw: object, source: str) -> Any:
     def refuse() -> ConfigError:
         return ConfigError(f"{source} is {shown}; it takes {range_text(f)} (default {f.default!r})")
 
-    kind = type(f.default)
+    kind: Any = type(f.default)
     if kind is bool:
         words = {
             "1": True,

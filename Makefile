@@ -1,0 +1,44 @@
+# Two commands: `make serve` and `make test`. Each sets up .venv by itself; nothing outside this folder is touched.
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+HOST ?= 127.0.0.1
+PORT ?= 8888
+# Any checkpoint folder; the default is a tiny synthetic one (random weights: it proves the machinery, not the model).
+TINY := build/tiny
+MODEL ?= $(TINY)
+TESTS ?= tests
+
+.PHONY: serve test lint clean
+
+serve: $(VENV)/.installed $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json)
+	$(BIN)/tfglm serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(TINY)/config.json: $(VENV)/.installed
+	$(BIN)/tfglm synth $(TINY) --preset tiny --seed 0 --force
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "tfglm needs Python 3.11 or later with the venv module (Debian: apt install python3-venv);" \
+		"name one with PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

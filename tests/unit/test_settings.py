@@ -1,0 +1,60 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tfglm.errors import ConfigError
+from tfglm.settings import Settings, env_name, table
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_flags_win_over_environment_over_defaults() -> None:
+    env = {"TFGLM_PORT": "9000", "TFGLM_PARALLEL": "2"}
+    settings = Settings.from_sources({"port": 9001, "host": None}, env)
+    assert (settings.port, settings.parallel, settings.host) == (9001, 2, "127.0.0.1")
+
+
+def test_every_default_lies_in_its_own_range() -> None:
+    defaults = dataclasses.asdict(Settings())
+    assert Settings.from_sources(defaults, {}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "80a"),
+        ("port", "70000"),
+        ("port", "-1"),
+        ("parallel", "0"),
+        ("device", "tpu"),
+        ("kv", "fp3"),
+        ("thinking", "maybe"),
+        ("keepalive_s", "nan"),
+        ("keepalive_s", "inf"),
+        ("context", "1e6"),
+    ],
+)
+def test_a_bad_value_names_setting_value_and_range(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_sources({}, {env_name(name): value})
+    text = str(caught.value)
+    assert env_name(name) in text
+    assert repr(value) in text
+    assert "takes" in text
+
+
+def test_a_secret_is_never_shown() -> None:
+    field = next(f for f in dataclasses.fields(Settings) if f.name == "api_key")
+    assert field.metadata["secret"]
+
+
+@pytest.mark.parametrize(("word", "value"), [("1", True), ("off", False), ("True", True), ("no", False)])
+def test_booleans_in_words(word: str, value: bool) -> None:
+    assert Settings.from_sources({}, {"TFGLM_THINKING": word}).thinking is value
+
+
+def test_the_readme_table_is_this_table() -> None:
+    assert table() in README.read_text(), (
+        "paste the output of `python -c 'from tfglm import settings; print(settings.table())'`"
+    )

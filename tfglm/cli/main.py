@@ -1,0 +1,45 @@
+"""`tfglm`: parse the command line, run one command, turn known errors into one clear line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from tfglm import __version__
+from tfglm.errors import TfglmError
+
+# Each command is a module with `add_parser(subparsers)` that sets `run`; heavy imports happen inside `run`.
+COMMANDS = ("serve", "chat", "synth")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tfglm", description="Serve GLM-5.3 on small clusters of DGX Sparks behind an OpenAI-compatible API."
+    )
+    parser.add_argument("--version", action="version", version=f"tfglm {__version__}")
+    parser.add_argument("--verbose", action="store_true", help="show the traceback of an error")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"tfglm.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except TfglmError as error:
+        if args.verbose:
+            raise
+        print(f"tfglm: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())
