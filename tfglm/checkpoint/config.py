@@ -1,8 +1,8 @@
 """config.json and generation_config.json of a `glm_moe_dsa` checkpoint, as frozen facts.
 
-Field names are those of the files (transformers' GlmMoeDsaConfig). A field the file leaves out takes transformers' default;
-a field this program cannot honour is refused with its name, its value and what is supported. `head_dim` is not read: in
-GLM-5.3 it says 192, which is neither the rotary width (64) nor the query width (256).
+Field names are those of the files (transformers' GlmMoeDsaConfig). A field the file leaves out takes transformers'
+default; a field this program cannot honour is refused with its name, its value and what is supported. `head_dim` is not
+read: in GLM-5.3 it says 192, which is neither the rotary width (64) nor the query width (256).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, cast
 
 from tfglm.checkpoint.jsonfile import read_object
 from tfglm.errors import ConfigError
@@ -237,7 +237,7 @@ def _refuse_other_models(fields: _Fields) -> None:
     fields.only("topk_method", "noaux_tc", default="noaux_tc")
     fields.only("moe_layer_freq", 1, default=1)
     fields.only("moe_router_dtype", "float32", default="float32")
-    # Older checkpoints of this family rotated halves instead of pairs, with otherwise equal configs: silence is no answer.
+    # Code of this family once rotated halves instead of pairs under otherwise equal configs: silence is no answer.
     fields.only("rope_interleave", True)
     fields.only("indexer_rope_interleave", True)
 
@@ -276,17 +276,18 @@ def _indexer_types(fields: _Fields, layers: int) -> tuple[IndexerType, ...]:
         or types[0] != "full"
     ):
         raise fields.refuse(name, f"'full' or 'shared' for each of {layers} layers, the first 'full'")
-    return tuple(types)
+    return cast(tuple[IndexerType, ...], tuple(types))
 
 
 def _mlp_layer_types(fields: _Fields, layers: int) -> tuple[MlpType, ...]:
     if fields.missing("mlp_layer_types"):
         dense = min(fields.integer("first_k_dense_replace", 3, low=0), layers)
-        return ("dense",) * dense + ("sparse",) * (layers - dense)
-    types = fields.raw["mlp_layer_types"]
+        types: Any = ["dense"] * dense + ["sparse"] * (layers - dense)
+    else:
+        types = fields.raw["mlp_layer_types"]
     if not isinstance(types, list) or len(types) != layers or any(kind not in ("dense", "sparse") for kind in types):
         raise fields.refuse("mlp_layer_types", f"'dense' or 'sparse' for each of {layers} layers")
-    return tuple(types)
+    return cast(tuple[MlpType, ...], tuple(types))
 
 
 def _refuse_inconsistent(config: ModelConfig, fields: _Fields) -> None:

@@ -39,7 +39,10 @@ def expert_format(config: ModelConfig) -> LinearFormat:
     if config.quantization is None:
         return Bf16Linear()
     method = config.quantization.get("quant_method")
-    raise CheckpointError(f"quantization_config.quant_method is {method!r}; supported: BF16 experts only, so far")
+    raise CheckpointError(
+        f"config.json: quantization_config.quant_method is {method!r}; quantised experts cannot be read yet, "
+        "only BF16 ones (no quantization_config)"
+    )
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:

@@ -65,8 +65,8 @@ _REAL: Mapping[str, Any] = {
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # A few MB for tests: 5 heads (no share of three ranks is equal), 3 expert blocks of 128 columns, selection far below
-    # the window, full indexer layers 0, 1, 2, 6 and shared ones 3, 4, 5, 7. 16 index heads keep exact score ties rare.
+    # For tests: 5 heads (no equal share for three ranks), 3 expert blocks of 128 columns, a selection far below the
+    # window, full indexer layers 0, 1, 2, 6 and shared ones 3, 4, 5, 7. 16 index heads keep exact score ties rare.
     "tiny": {
         "vocab_size": 1536,
         "hidden_size": 128,
@@ -87,14 +87,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "index_topk": 32,
         "max_position_embeddings": 8192,
     },
-    # Between 100 and 200 MB, for loading time and memory.
+    # For loading time and memory.
     "small": {
         "vocab_size": 16384,
         "hidden_size": 512,
         "num_hidden_layers": 8,
         "intermediate_size": 1024,
         "moe_intermediate_size": 640,
-        "n_routed_experts": 12,
+        "n_routed_experts": 10,
         "num_experts_per_tok": 4,
         "num_attention_heads": 8,
         "q_lora_rank": 256,
@@ -108,7 +108,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "index_topk": 256,
         "max_position_embeddings": 32768,
     },
-    # GLM-5.3's own widths with few layers and experts (about 10 GB); the override n_routed_experts=256 makes layers real.
+    # GLM-5.3's own widths with few layers and experts; with the override n_routed_experts=256 a layer is whole.
     "full-layers": {"num_hidden_layers": 4, "n_routed_experts": 16},
 }
 

@@ -1,4 +1,4 @@
-"""The safetensors file format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes without gaps.
+"""The safetensors file format: 8 bytes little-endian header length, a JSON header, the tensors' bytes without gaps.
 
 Format: https://huggingface.co/docs/safetensors (data_offsets count from the end of the header). Torch-free.
 """
@@ -110,7 +110,7 @@ def _check_ranges(entries: list[TensorEntry], file: Path, start: int, size: int)
 
 
 def build_header(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """Length and header of a file that holds tensors (dtype, shape) in this order, padded so that data starts aligned."""
+    """Length and header of a file that holds tensors (dtype, shape) in this order, padded to align the data."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape) in specs.items():

@@ -69,8 +69,8 @@ class Checkpoint:
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Open the folder `path`: config.json, the index (or a single model.safetensors), the header of every shard.
 
-        Raises ConfigError for a config this program cannot honour and CheckpointError for files that do not hold what the
-        config says: a missing shard, a truncated one, a missing, extra, repeated, mis-shaped or wrong-dtype tensor.
+        Raises ConfigError for a config this program cannot honour and CheckpointError for files that do not hold what
+        it says: a missing shard, a truncated one, a missing, extra, repeated, mis-shaped or wrong-dtype tensor.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -182,8 +182,8 @@ def _check_tensors(
         # transformers skips the MTP layer on load, so whatever it saved has lost it while the config still names it.
         # Serving without it is fine but slower, so it must be said, not assumed.
         raise CheckpointError(
-            f"{folder}: num_nextn_predict_layers is 1 but no tensor {mtp}* exists (the MTP layer was lost in a conversion?); "
-            "restore it, or set num_nextn_predict_layers to 0 in config.json to serve without MTP"
+            f"{folder}: num_nextn_predict_layers is 1 but no tensor {mtp}* exists (lost in a conversion?); "
+            "restore the MTP layer, or set num_nextn_predict_layers to 0 in config.json to serve without it"
         )
     if missing:
         raise CheckpointError(f"{folder}: tensors that config.json asks for are missing: {_few(missing)}")
@@ -266,7 +266,7 @@ def _read_columns(fd: int, entry: TensorEntry, data: torch.Tensor, start: int, s
 
 def _read_into(fd: int, entry: TensorEntry, data: torch.Tensor, offset: int) -> None:
     """Fill the flat byte tensor from the file. One preadv returns at most 2 GiB, hence the loop."""
-    view = memoryview(data.numpy())
+    view = memoryview(data.numpy())  # type: ignore[arg-type]
     done = 0
     while done < len(view):
         try:

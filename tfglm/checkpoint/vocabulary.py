@@ -112,7 +112,7 @@ def _training_text() -> Iterator[str]:
 
 
 def _fill(tokenizer: Tokenizer, base_size: int) -> None:
-    """Words no text has, so that every id below the added tokens decodes to something and takes the id it has in GLM-5.3."""
+    """Add words no text encodes to, so that the added tokens get the ids a vocabulary of this size gives them."""
     model = json.loads(tokenizer.to_str())["model"]
     vocab = model["vocab"]
     for number in range(len(vocab), base_size):
