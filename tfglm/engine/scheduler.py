@@ -1,0 +1,99 @@
+"""Who waits, who runs, and what the model does next. Plain state: no thread, no clock, no model."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tfglm.engine.api import QueueFullError
+from tfglm.engine.reply import Reply
+
+RETRY_AFTER_S = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One turn of the engine, to be carried out in this order."""
+
+    dropped: list[Reply]
+    """Cancelled: out of the queue or off the model."""
+    admitted: list[Reply]
+    """Left the queue: their streams are to be opened."""
+    prompt: Reply | None
+    """The reply whose prompt is read on, or None for a decode round."""
+    decoding: list[Reply]
+    """The replies of the decode round."""
+
+
+class Scheduler:
+    """First come, first served, into `parallel` lanes over a cache of `pages` pages.
+
+    A request is admitted once the pages of its whole prompt and reply are free, so that nothing runs out in the middle
+    of a reply; it is never overtaken by a smaller one. Prompt chunks and decode rounds take turns; several prompts are
+    read in turns too.
+    """
+
+    def __init__(self, parallel: int, max_queued: int) -> None:
+        self.waiting: deque[Reply] = deque()
+        self.running: list[Reply] = []
+        self.free_pages = 0
+        self._parallel = parallel
+        self._max_queued = max_queued
+        self._withdrawn: list[Reply] = []
+        self._read_last = False
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self._withdrawn)
+
+    def add(self, reply: Reply) -> None:
+        """Queue a reply. Raises QueueFullError when all lanes are taken and max_queued others wait."""
+        if len(self.waiting) >= self._max_queued + self._parallel - len(self.running):
+            raise QueueFullError(
+                f"{len(self.running)} requests are running and {len(self.waiting)} waiting; the queue holds "
+                f"{self._max_queued}",
+                RETRY_AFTER_S,
+            )
+        self.waiting.append(reply)
+
+    def withdraw(self, reply: Reply) -> None:
+        """Mark a reply as cancelled; a waiting one frees its place in the queue at once."""
+        reply.cancelled = True
+        if reply in self.waiting:
+            self.waiting.remove(reply)
+            self._withdrawn.append(reply)
+
+    def plan(self) -> Plan:
+        """Decide the next turn. The replies it drops have left their lanes and given their pages back."""
+        dropped = [*self._withdrawn, *(reply for reply in self.running if reply.cancelled)]
+        self._withdrawn = []
+        for reply in dropped:
+            self.remove(reply)
+        admitted = []
+        while self.waiting and len(self.running) < self._parallel and self.waiting[0].pages <= self.free_pages:
+            reply = self.waiting.popleft()
+            self.free_pages -= reply.pages
+            self.running.append(reply)
+            admitted.append(reply)
+        decoding = [reply for reply in self.running if not reply.reading]
+        prompt = next((reply for reply in self.running if reply.reading), None)
+        if prompt is not None and decoding and self._read_last:
+            prompt = None
+        self._read_last = prompt is not None
+        if prompt is not None:
+            self.running.remove(prompt)
+            self.running.append(prompt)
+            decoding = []
+        return Plan(dropped, admitted, prompt, decoding)
+
+    def remove(self, reply: Reply) -> None:
+        """Free the lane and the pages of a reply that runs; anything else is left alone."""
+        if reply in self.running:
+            self.running.remove(reply)
+            self.free_pages += reply.pages
+
+    def clear(self) -> None:
+        """Forget everyone."""
+        self.waiting.clear()
+        self.running.clear()
+        self._withdrawn.clear()
