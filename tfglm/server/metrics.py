@@ -1,0 +1,137 @@
+"""Prometheus metrics: engine counters read at scrape time, so that they move while tokens stream, and histograms.
+
+Names under `vllm:` are those that dashboards for vLLM read, with vLLM's meaning; `tfglm:` names are this project's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tfglm.engine.api import EnginePort, FinishReason, Usage
+
+disable_created_metrics()
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
+GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 10)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
+LABEL = "model_name"
+
+Counted = Literal["disconnected", "queue_full", "unclosed_think"]
+
+
+class ServerMetrics:
+    """One registry of its own. Every method is called from the event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._model = ""
+        self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Submit to first token.", SECONDS)
+        self._gap = self._histogram("vllm:inter_token_latency_seconds", "Time a token after the first.", GAP_SECONDS)
+        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Submit to end of reply.", SECONDS)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Submit to start.", SECONDS)
+        self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self._reply = self._histogram("vllm:request_generation_tokens", "Reply tokens of a request.", TOKENS)
+        self._success = Counter(
+            "vllm:request_success", "Finished requests.", [LABEL, "finished_reason"], registry=self.registry
+        )
+        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.")
+        self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.")
+        self._counts: dict[Counted, Counter] = {
+            "disconnected": self._counter("tfglm:client_disconnections", "Clients that left before the end."),
+            "queue_full": self._counter("tfglm:queue_rejected", "Requests refused because the queue was full."),
+            "unclosed_think": self._counter("tfglm:unclosed_think", "Replies that ended inside a think block."),
+        }
+
+    def watch(self, model: str, engine: EnginePort) -> None:
+        """From now on the engine's own counters are part of the page."""
+        self._model = _label(model)
+        self.registry.register(_EngineCollector(self._model, engine))
+        for counter in (*self._counts.values(), self._hits, self._queries):
+            counter.labels(self._model)
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def count(self, what: Counted) -> None:
+        self._counts[what].labels(self._model).inc()
+
+    def started(self, queue_seconds: float) -> None:
+        self._queue.labels(self._model).observe(queue_seconds)
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.labels(self._model).observe(seconds)
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """`count` tokens after the first became known `seconds` after those before them."""
+        gap = self._gap.labels(self._model)
+        for _ in range(count):
+            gap.observe(seconds / count)
+
+    def finished(self, reason: FinishReason, usage: Usage, seconds: float) -> None:
+        self._success.labels(self._model, reason).inc()
+        self._latency.labels(self._model).observe(seconds)
+        self._prompt.labels(self._model).observe(usage.prompt_tokens)
+        self._reply.labels(self._model).observe(usage.completion_tokens)
+        self._hits.labels(self._model).inc(usage.cached_tokens)
+        self._queries.labels(self._model).inc(usage.prompt_tokens)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, [LABEL], buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, [LABEL], registry=self.registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's snapshot as metric families, taken at every scrape."""
+
+    def __init__(self, model: str, engine: EnginePort) -> None:
+        self._model, self._engine = model, engine
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._engine.snapshot()
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Prompt tokens read.", now.prompt_tokens),
+            ("vllm:generation_tokens", "Reply tokens made.", now.generation_tokens),
+            ("vllm:num_preemptions", "Requests put back into the queue (never done).", 0),
+            ("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", now.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", now.accepted_tokens),
+            ("tfglm:rounds", "Forwards of the engine.", now.rounds),
+        ):
+            counter = CounterMetricFamily(name, text, labels=[LABEL])
+            counter.add_metric([self._model], value)
+            yield counter
+        used, total = now.kv_tokens_used, now.kv_tokens_total
+        levels: tuple[tuple[str, str, float], ...] = (
+            ("vllm:num_requests_running", "Requests being worked on.", now.running),
+            ("vllm:num_requests_waiting", "Requests in the queue.", now.waiting),
+            ("vllm:kv_cache_usage_perc", "Used part of the latent cache, 0 to 1.", used / total if total else 0.0),
+            ("tfglm:kv_tokens_used", "Tokens in the latent cache.", used),
+            ("tfglm:kv_tokens_total", "Capacity of the latent cache in tokens.", total),
+            ("tfglm:step_age_seconds", "Age of the step in progress.", now.step_age_s),
+            ("tfglm:ready", "1 when requests are taken.", float(now.state == "ready")),
+        )
+        for name, text, level in levels:
+            gauge = GaugeMetricFamily(name, text, labels=[LABEL])
+            gauge.add_metric([self._model], level)
+            yield gauge
+        rows = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Rows a forward, prompt chunks too.", labels=[LABEL]
+        )
+        # Dashboards read the sum alone; one bucket keeps the histogram well-formed.
+        rows.add_metric([self._model], buckets=[("+Inf", now.rounds)], sum_value=now.iteration_tokens)
+        yield rows
+        sleep = GaugeMetricFamily("vllm:engine_sleep_state", "Always awake.", labels=[LABEL, "sleep_state"])
+        sleep.add_metric([self._model, "awake"], 1)
+        yield sleep
+
+
+def _label(text: str) -> str:
+    """Dashboards find the end of the labels by the first brace."""
+    return text.replace("{", "(").replace("}", ")").replace('"', "'")
