@@ -1,0 +1,66 @@
+"""The planes that hold what attention remembers of a token: latent, rotated key, and on full layers an index key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tfglm.cache.pages import PAGE, PagePool, pages_for
+from tfglm.checkpoint.config import ModelConfig
+from tfglm.errors import ConfigError, MemoryShortError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LayerPlanes:
+    """One layer's cache: latent [pages, PAGE, kv_lora_rank], rope [pages, PAGE, qk_rope_head_dim] and, on layers with
+    an indexer of their own, index [pages, PAGE, index_head_dim]."""
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+    index: torch.Tensor | None
+
+
+class LatentCache:
+    """The planes of every layer and the pool of their pages.
+
+    kv: "bf16", or "fp32" for comparing with engines that cache float32. Memory is reserved, not touched: on a CPU a
+    page costs RAM when it is first written. Raises ConfigError for another kv, MemoryShortError if `tokens` cannot be
+    reserved.
+    """
+
+    def __init__(self, config: ModelConfig, tokens: int, kv: str) -> None:
+        if kv not in DTYPES:
+            raise ConfigError(f"kv is {kv!r}; supported: {', '.join(DTYPES)}")
+        if tokens < 1:
+            raise ConfigError(f"the cache has room for {tokens} tokens; at least 1 is needed")
+        self.pool = PagePool(pages_for(tokens))
+        self.bytes_per_token = bytes_per_token(config, kv)
+
+        def plane(width: int) -> torch.Tensor:
+            return torch.empty(self.pool.pages, PAGE, width, dtype=DTYPES[kv])
+
+        try:
+            self.layers = [
+                LayerPlanes(
+                    latent=plane(config.kv_lora_rank),
+                    rope=plane(config.qk_rope_head_dim),
+                    index=plane(config.index_head_dim) if kind == "full" else None,
+                )
+                for kind in config.indexer_types
+            ]
+        except RuntimeError as exc:
+            gib = self.pool.pages * PAGE * self.bytes_per_token / 2**30
+            raise MemoryShortError(
+                f"a cache of {tokens} tokens needs {gib:.1f} GiB ({self.bytes_per_token} bytes a token), which the "
+                "system refuses; ask for fewer tokens"
+            ) from exc
+
+
+def bytes_per_token(config: ModelConfig, kv: str) -> int:
+    """Bytes the trunk caches for one token."""
+    full = config.indexer_types.count("full")
+    widths = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) + full * config.index_head_dim
+    return widths * DTYPES[kv].itemsize

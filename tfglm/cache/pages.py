@@ -1,0 +1,73 @@
+"""Who holds which page of the cache. A page is PAGE consecutive tokens of one stream, in every layer's planes alike."""
+
+from __future__ import annotations
+
+from tfglm.errors import MemoryShortError
+
+PAGE = 256
+"""Tokens a page; also the tile of keys the indexer scores at a time."""
+
+
+class PagePool:
+    """The free pages. Used from one thread, that of the forward pass."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages, or MemoryShortError and none."""
+        if count > self.free:
+            raise MemoryShortError(
+                f"the cache is full: {count * PAGE} more tokens are needed, {self.free * PAGE} of {self.pages * PAGE} "
+                "are free; end a stream or give the cache more tokens"
+            )
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, pages: list[int]) -> None:
+        self._free.extend(reversed(pages))
+
+
+class Stream:
+    """The cached tokens of one conversation: their number and their pages. Ends with `close`."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self.pages: list[int] = []
+        self.length = 0
+        self.closed = False
+
+    @property
+    def pool(self) -> PagePool:
+        return self._pool
+
+    def missing_pages(self, length: int) -> int:
+        """Pages to take before the stream can hold `length` tokens."""
+        return max(0, pages_for(length) - len(self.pages))
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on; pages that hold none of the rest become free. Raises ValueError."""
+        if self.closed or not 0 <= length <= self.length:
+            state = "closed" if self.closed else f"{self.length} tokens long"
+            raise ValueError(f"cannot truncate a stream to {length} tokens: it is {state}")
+        self.length = length
+        self.release_spare()
+
+    def release_spare(self) -> None:
+        """Give back the pages past the stream's length."""
+        kept = pages_for(self.length)
+        self._pool.give(self.pages[kept:])
+        del self.pages[kept:]
+
+    def close(self) -> None:
+        """Free every page. Closing again does nothing."""
+        self.closed, self.length = True, 0
+        self.release_spare()
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)

@@ -1,0 +1,120 @@
+"""GLM-5.3 (`glm_moe_dsa`): the forward pass over a window of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tfglm.cache.latent import LatentCache
+from tfglm.cache.pages import PAGE, Stream
+from tfglm.checkpoint.config import ModelConfig
+from tfglm.checkpoint.names import layer_prefix
+from tfglm.checkpoint.store import Checkpoint
+from tfglm.errors import ConfigError, MemoryShortError
+from tfglm.models import mla, moe
+from tfglm.models.shapes import shapes_of
+from tfglm.models.weights import ModelWeights, load_weights
+from tfglm.models.window import LaidOut, Rows, check, lay_out, reserve
+from tfglm.ops.base import Ops
+from tfglm.ops.reference import ReferenceOps
+from tfglm.ops.rows import Rows as RowMath
+
+
+class Glm53:
+    """The model and its cache. One thread at a time.
+
+    tokens: how many tokens the cache holds over all streams, rounded up to whole pages. kv: the cache's format.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, *, tokens: int, kv: str = "bf16", ops: Ops | None = None
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.cache = LatentCache(config, tokens, kv)
+        self.ops = ops or ReferenceOps(RowMath.verified(shapes_of(config)))
+        half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
+        self.frequencies = 1.0 / config.rope_theta**half
+
+    @property
+    def tokens_total(self) -> int:
+        return self.cache.pool.pages * PAGE
+
+    @property
+    def tokens_free(self) -> int:
+        return self.cache.pool.free * PAGE
+
+    def open_stream(self) -> Stream:
+        """An empty stream. Raises MemoryShortError when no page is free."""
+        if not self.cache.pool.free:
+            raise MemoryShortError(
+                f"the cache is full: all of its {self.tokens_total} tokens are held by other streams"
+            )
+        return Stream(self.cache.pool)
+
+    @torch.inference_mode()
+    def forward(self, window: Sequence[Rows]) -> torch.Tensor:
+        """Append every entry's tokens to its stream; the wanted rows' logits, in order: float32 [sum of want,
+        vocab_size].
+
+        Bits of a row depend on its stream's tokens up to it and on nothing else: not on the rows beside it nor on how
+        the tokens before it were cut into windows. Raises ValueError for rows that cannot be read and
+        MemoryShortError for a full cache; whatever is raised, the streams are as before.
+        """
+        torch.get_num_threads()  # a new thread's BLAS runs with the process's default thread count until torch is asked
+        check(window, self.cache.pool, self.config)
+        reserve(window, self.cache.pool)
+        try:
+            logits = self._forward(lay_out(window))
+        except BaseException:
+            for entry in window:
+                entry.stream.release_spare()
+            raise
+        for entry in window:
+            entry.stream.length += len(entry.tokens)
+        return logits
+
+    def _forward(self, rows: LaidOut) -> torch.Tensor:
+        ops, config, weights, window = self.ops, self.config, self.weights, rows.window
+        rope = ops.angles(window.positions, self.frequencies)
+        x = ops.embed(weights.embed, rows.tokens)
+        selection = None
+        branch = torch.zeros_like(x)
+        for layer, planes in zip(weights.layers, self.cache.layers, strict=True):
+            x, h = ops.add_rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
+            branch, selection = mla.attention(ops, config, layer.attention, h, rope, window, planes, selection)
+            x, h = ops.add_rms_norm(x, branch, layer.ffn_norm, config.rms_norm_eps)
+            branch = moe.feed_forward(ops, config, layer.ffn, h)
+        _, h = ops.add_rms_norm(x[rows.wanted], branch[rows.wanted], weights.norm, config.rms_norm_eps)
+        return ops.linear(h, weights.head)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    tokens: int,
+    device: str = "cpu",
+    kv: str = "bf16",
+    progress: Callable[[int, int], None] | None = None,
+) -> Glm53:
+    """The model of an open checkpoint, with a cache of `tokens` tokens over all streams.
+
+    progress is called after each tensor with the bytes read and the bytes there are. Memory stays near the checkpoint's
+    size. The number of torch threads must be set before. Raises ConfigError, CheckpointError, MemoryShortError.
+    """
+    if device != "cpu":
+        raise ConfigError(f"device is {device!r}; supported: 'cpu'")
+    mtp = layer_prefix(checkpoint.config.num_hidden_layers) + "."
+    total = sum(entry.nbytes for name, entry in checkpoint.entries.items() if not name.startswith(mtp))
+    done = 0
+
+    def read(name: str) -> torch.Tensor:
+        nonlocal done
+        tensor = checkpoint.read(name)
+        done += tensor.nbytes
+        if progress:
+            progress(done, total)
+        return tensor
+
+    return Glm53(checkpoint.config, load_weights(checkpoint.config, read), tokens=tokens, kv=kv)

@@ -1,0 +1,32 @@
+"""The lightning indexer: which cached tokens a row attends to (DeepSeek sparse attention, as glm_moe_dsa has it)."""
+
+from __future__ import annotations
+
+import torch
+
+from tfglm.checkpoint.config import ModelConfig
+from tfglm.models.weights import IndexerWeights
+from tfglm.ops.base import Ops, Rope, Selection, Window
+
+
+def select(
+    ops: Ops,
+    config: ModelConfig,
+    weights: IndexerWeights,
+    x: torch.Tensor,
+    q_latent: torch.Tensor,
+    rope: Rope,
+    window: Window,
+    plane: torch.Tensor,
+) -> Selection:
+    """Cache the index keys of the rows x [R, hidden] and choose index_topk tokens for each.
+
+    q_latent [R, q_lora_rank]: the normalised query latent. Keys are cached even where a row attends to everything
+    before it, because later rows will score them.
+    """
+    width, rotary = config.index_head_dim, config.qk_rope_head_dim
+    key_and_heads = ops.linear(x, weights.key_and_heads)
+    ops.write_index_key(key_and_heads[:, :width], weights.key_norm, weights.key_norm_bias, rope, window, plane)
+    queries = ops.linear(q_latent, weights.wq_b).unflatten(1, (config.index_n_heads, width))
+    queries = torch.cat([ops.rotate(queries[..., :rotary], rope), queries[..., rotary:]], dim=-1)
+    return ops.select(queries, key_and_heads[:, width:], window, plane, config.index_topk)

@@ -1,0 +1,53 @@
+"""Multi-head latent attention in absorbed form: queries go into the latent space, keys and values never leave it."""
+
+from __future__ import annotations
+
+import torch
+
+from tfglm.cache.latent import LayerPlanes
+from tfglm.checkpoint.config import ModelConfig
+from tfglm.models import indexer
+from tfglm.models.weights import AttentionWeights
+from tfglm.ops.base import Ops, Rope, Selection, Window
+
+
+def attention(
+    ops: Ops,
+    config: ModelConfig,
+    weights: AttentionWeights,
+    x: torch.Tensor,
+    rope: Rope,
+    window: Window,
+    planes: LayerPlanes,
+    selection: Selection | None,
+) -> tuple[torch.Tensor, Selection]:
+    """The attention branch [R, hidden] of normalised rows x, and the selection it used.
+
+    A layer with an indexer makes its own selection; a shared layer uses the given one, of the nearest full layer below.
+    """
+    a = ops.linear(x, weights.a_proj)
+    q_latent = ops.rms_norm(a[:, : config.q_lora_rank], weights.q_norm, config.latent_norm_eps)
+    ops.write_latent(
+        a[:, config.q_lora_rank :],
+        weights.latent_norm,
+        config.latent_norm_eps,
+        rope,
+        window,
+        planes.latent,
+        planes.rope,
+    )
+    if weights.indexer is not None and planes.index is not None:
+        selection = indexer.select(ops, config, weights.indexer, x, q_latent, rope, window, planes.index)
+    assert selection is not None, "the first layer has an indexer: ModelConfig refuses anything else"
+
+    queries = ops.linear(q_latent, weights.q_b_proj).unflatten(1, (config.num_attention_heads, -1))
+    nope, rotary = queries.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=2)
+    attended = ops.attend(
+        ops.absorb(nope, weights.key_up),
+        ops.rotate(rotary, rope),
+        selection,
+        config.attention_scale,
+        planes.latent,
+        planes.rope,
+    )
+    return ops.linear(ops.expand(attended, weights.value_up), weights.o_proj), selection

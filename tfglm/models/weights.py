@@ -1,0 +1,164 @@
+"""The weights of the trunk, in the shapes the forward pass multiplies by.
+
+Matrices that read the same input are stacked, so that one product serves them. The MTP layer (number
+num_hidden_layers) is not part of the trunk and is not loaded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tfglm.checkpoint.config import ModelConfig
+from tfglm.checkpoint.names import layer_prefix
+from tfglm.ops.base import Experts, PlainExperts
+
+Source = Callable[[str], torch.Tensor]
+"""A tensor by its checkpoint name, in memory of its own: `Checkpoint.read`, or the __getitem__ of a state dict."""
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    """wq_b [index heads * index_head_dim, q_lora_rank]. key_and_heads: wk [index_head_dim, hidden] over weights_proj
+    [index heads, hidden]. Norm of the key: weight and bias [index_head_dim]."""
+
+    wq_b: torch.Tensor
+    key_and_heads: torch.Tensor
+    key_norm: torch.Tensor
+    key_norm_bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """a_proj: q_a_proj [q_lora_rank, hidden] over kv_a_proj_with_mqa [kv_lora_rank + rope, hidden]. kv_b_proj comes
+    apart into key_up [heads, nope, kv_lora_rank] and value_up [heads, v_head_dim, kv_lora_rank]. indexer: None on
+    shared layers."""
+
+    a_proj: torch.Tensor
+    q_norm: torch.Tensor
+    q_b_proj: torch.Tensor
+    latent_norm: torch.Tensor
+    key_up: torch.Tensor
+    value_up: torch.Tensor
+    o_proj: torch.Tensor
+    indexer: IndexerWeights | None
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """gate_up [2 * inner, hidden] (gate rows first), down [hidden, inner]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """gate [experts, hidden], correction [experts] float32."""
+
+    gate: torch.Tensor
+    correction: torch.Tensor
+    experts: Experts
+    shared: MlpWeights
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    attention_norm: torch.Tensor
+    attention: AttentionWeights
+    ffn_norm: torch.Tensor
+    ffn: MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """embed and head [vocab, hidden]."""
+
+    embed: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
+def load_weights(config: ModelConfig, source: Source) -> ModelWeights:
+    """Every tensor of the trunk, each read once; at most one layer's stack is held twice while it is filled."""
+    return ModelWeights(
+        embed=source("model.embed_tokens.weight"),
+        layers=tuple(_layer(config, source, layer) for layer in range(config.num_hidden_layers)),
+        norm=source("model.norm.weight"),
+        head=source("lm_head.weight"),
+    )
+
+
+def _layer(config: ModelConfig, source: Source, layer: int) -> LayerWeights:
+    prefix = layer_prefix(layer)
+    return LayerWeights(
+        attention_norm=source(f"{prefix}.input_layernorm.weight"),
+        attention=_attention(config, source, f"{prefix}.self_attn", config.indexer_types[layer] == "full"),
+        ffn_norm=source(f"{prefix}.post_attention_layernorm.weight"),
+        ffn=_moe(config, source, f"{prefix}.mlp")
+        if config.mlp_layer_types[layer] == "sparse"
+        else _mlp(source, f"{prefix}.mlp"),
+    )
+
+
+def _attention(config: ModelConfig, source: Source, prefix: str, full: bool) -> AttentionWeights:
+    kv_b = source(f"{prefix}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
+    key_up, value_up = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    return AttentionWeights(
+        a_proj=_stack(source, f"{prefix}.q_a_proj.weight", f"{prefix}.kv_a_proj_with_mqa.weight"),
+        q_norm=source(f"{prefix}.q_a_layernorm.weight"),
+        q_b_proj=source(f"{prefix}.q_b_proj.weight"),
+        latent_norm=source(f"{prefix}.kv_a_layernorm.weight"),
+        key_up=key_up.contiguous(),
+        value_up=value_up.contiguous(),
+        o_proj=source(f"{prefix}.o_proj.weight"),
+        indexer=_indexer(source, f"{prefix}.indexer") if full else None,
+    )
+
+
+def _indexer(source: Source, prefix: str) -> IndexerWeights:
+    return IndexerWeights(
+        wq_b=source(f"{prefix}.wq_b.weight"),
+        key_and_heads=_stack(source, f"{prefix}.wk.weight", f"{prefix}.weights_proj.weight"),
+        key_norm=source(f"{prefix}.k_norm.weight"),
+        key_norm_bias=source(f"{prefix}.k_norm.bias"),
+    )
+
+
+def _mlp(source: Source, prefix: str) -> MlpWeights:
+    return MlpWeights(
+        gate_up=_stack(source, f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"),
+        down=source(f"{prefix}.down_proj.weight"),
+    )
+
+
+def _moe(config: ModelConfig, source: Source, prefix: str) -> MoeWeights:
+    return MoeWeights(
+        gate=source(f"{prefix}.gate.weight"),
+        correction=source(f"{prefix}.gate.e_score_correction_bias"),
+        experts=_experts(config, source, f"{prefix}.experts"),
+        shared=_mlp(source, f"{prefix}.shared_experts"),
+    )
+
+
+def _experts(config: ModelConfig, source: Source, prefix: str) -> Experts:
+    """The experts of one layer, filled one matrix at a time. Another format is another branch here and in
+    `Ops.experts`."""
+    count, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    dtype = None
+    for expert in range(count):
+        gate, up, down = (source(f"{prefix}.{expert}.{name}_proj.weight") for name in ("gate", "up", "down"))
+        if dtype is None:
+            dtype = gate.dtype
+            gate_up, downs = gate.new_empty(count, 2 * inner, hidden), gate.new_empty(count, hidden, inner)
+        gate_up[expert, :inner] = gate
+        gate_up[expert, inner:] = up
+        downs[expert] = down
+    return PlainExperts(gate_up, downs)
+
+
+def _stack(source: Source, first: str, second: str) -> torch.Tensor:
+    return torch.cat([source(first), source(second)])

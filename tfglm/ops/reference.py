@@ -1,0 +1,173 @@
+"""The operations in plain torch, float32 on a CPU: what is right. Other devices are tested against this."""
+
+from __future__ import annotations
+
+import torch
+
+from tfglm.checkpoint.config import INDEXER_LAYER_NORM_EPS, ModelConfig
+from tfglm.ops import order
+from tfglm.ops.base import Experts, Rope, Routing, Selection, Window
+from tfglm.ops.rows import TILE, Rows
+
+_PIECE_ELEMENTS = 1 << 22
+"""Rows are attended and scored in pieces whose gathered cache rows or scores have about this many elements."""
+
+
+class ReferenceOps:
+    """`ops.base.Ops` on a CPU. Weights of any float dtype are widened where they are used."""
+
+    def __init__(self, rows: Rows | None = None) -> None:
+        self.rows = rows or Rows()
+
+    def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return table[tokens].float()
+
+    def angles(self, positions: torch.Tensor, frequencies: torch.Tensor) -> Rope:
+        angles = positions.float()[:, None] * frequencies
+        return Rope(self.rows.each(torch.cos, angles), self.rows.each(torch.sin, angles))
+
+    def rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        shape = (x.shape[0], *[1] * (x.dim() - 2), -1)
+        cos, sin = rope.cos.view(shape), rope.sin.view(shape)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.rows.linear(x, weight)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return weight.float() * (x * torch.rsqrt(self.rows.mean_square(x) + eps))
+
+    def add_rms_norm(
+        self, x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + branch
+        return x, self.rms_norm(x, weight, eps)
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.rows.silu(gate) * up
+
+    def write_latent(
+        self, row: torch.Tensor, norm: torch.Tensor, eps: float, rope: Rope, window: Window,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor,
+    ) -> None:  # fmt: skip
+        width = norm.shape[0]
+        _write(latent_plane, window.slots, self.rms_norm(row[:, :width], norm, eps))
+        _write(rope_plane, window.slots, self.rotate(row[:, width:], rope))
+
+    def write_index_key(
+        self, key: torch.Tensor, norm: torch.Tensor, bias: torch.Tensor, rope: Rope, window: Window, plane: torch.Tensor
+    ) -> None:
+        key = self.rows.layer_norm(key, norm.float(), bias.float(), INDEXER_LAYER_NORM_EPS)
+        _write(plane, window.slots, self.rotate_first(key, rope))
+
+    def rotate_first(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        width = 2 * rope.cos.shape[1]
+        return torch.cat([self.rotate(x[..., :width], rope), x[..., width:]], dim=-1)
+
+    def select(
+        self, queries: torch.Tensor, head_weights: torch.Tensor, window: Window, plane: torch.Tensor, count: int
+    ) -> Selection:
+        page = plane.shape[1]
+        counts = (window.positions + 1).clamp(max=count)
+        columns = torch.arange(int(counts.max()))
+        listed = torch.where(columns < counts[:, None], columns, 0)  # right for every row that has no more than `count`
+        for stream, span in enumerate(window.spans):
+            length = span.position + span.stop - span.start
+            pages = window.pages[stream, : -(-length // page)]
+            piece = max(1, _PIECE_ELEMENTS // length)
+            for start in range(span.start + max(0, count - span.position), span.stop, piece):
+                part = slice(start, min(start + piece, span.stop))
+                scores = self.index_scores(queries[part], head_weights[part], plane, pages)
+                future = torch.arange(scores.shape[1]) > window.positions[part, None]
+                chosen = order.best(scores.masked_fill_(future, float("-inf")), count)
+                listed[part] = chosen.sort(dim=1).values
+        slots = window.pages[window.stream_of[:, None], listed // page] * page + listed % page
+        return Selection(slots, counts)
+
+    def index_scores(
+        self, queries: torch.Tensor, head_weights: torch.Tensor, plane: torch.Tensor, pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores [R, len(pages) * PAGE] of the rows of one stream; one page of keys is one tile of the product."""
+        rows, heads, width = queries.shape
+        weights = (head_weights * heads**-0.5)[:, None]
+        tiles = []
+        for page in pages.tolist():
+            keys = plane[page].float().t().expand(rows, -1, -1)
+            similarity = torch.relu(self.rows.batched(queries, keys) * width**-0.5)
+            tiles.append(self.rows.batched(weights, similarity)[:, 0])
+        return torch.cat(tiles, dim=1)
+
+    def absorb(self, queries: torch.Tensor, key_up: torch.Tensor) -> torch.Tensor:
+        return self.rows.per_head(queries, key_up)
+
+    def attend(
+        self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """A row's list is padded to a width that depends on its length alone; rows of one width go together."""
+        latents, ropes = latent_plane.flatten(0, 1), rope_plane.flatten(0, 1)
+        by_width: dict[int, list[int]] = {}
+        for row, count in enumerate(selection.counts.tolist()):
+            by_width.setdefault(list_width(count), []).append(row)
+        out = torch.empty_like(latent_queries)
+        for width, members in by_width.items():
+            piece = max(2, _PIECE_ELEMENTS // (width * latents.shape[1]))
+            for rows in torch.tensor(members).split(piece):
+                slots = _padded(selection.slots[rows], width)
+                latent, rope = latents[slots].float(), ropes[slots].float()  # [rows, width, C], [rows, width, D]
+                scores = self.rows.batched(latent_queries[rows], latent.transpose(1, 2))
+                scores += self.rows.batched(rope_queries[rows], rope.transpose(1, 2))
+                absent = torch.arange(width) >= selection.counts[rows, None]
+                scores = (scores * scale).masked_fill_(absent[:, None], float("-inf"))
+                out[rows] = self.rows.batched(self.rows.softmax(scores), latent)
+        return out
+
+    def expand(self, attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:
+        return self.rows.per_head(attended, value_up.transpose(1, 2)).flatten(1)
+
+    def route(self, x: torch.Tensor, gate: torch.Tensor, correction: torch.Tensor, config: ModelConfig) -> Routing:
+        scores = self.rows.sigmoid(self.rows.linear(x, gate))
+        choice = scores + correction
+        if config.n_group > 1:
+            groups = choice.unflatten(1, (config.n_group, -1))
+            two_best = groups.topk(min(2, groups.shape[2]), dim=2).values.sum(dim=2)
+            kept = torch.zeros_like(two_best, dtype=torch.bool)
+            kept.scatter_(1, order.best(two_best, config.topk_group), True)
+            choice = groups.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+        experts = order.best(choice, config.num_experts_per_tok)
+        weights = scores.gather(1, experts)
+        if config.norm_topk_prob:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        return Routing(experts, weights * config.routed_scaling_factor)
+
+    def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        picks = routing.experts.shape[1]
+        by_expert = routing.experts.flatten().argsort(stable=True)  # (row, pick) pairs as row * picks + pick
+        counts = routing.experts.flatten().bincount(minlength=experts.gate_up.shape[0])
+        outputs = x.new_empty(x.shape[0] * picks, x.shape[1])
+        for expert, pairs in enumerate(by_expert.split(counts.tolist())):
+            if len(pairs):
+                hidden = self.swiglu(self.linear(x[pairs // picks], experts.gate_up[expert]))
+                outputs[pairs] = self.linear(hidden, experts.down[expert])
+        weighted = outputs.unflatten(0, (-1, picks)) * routing.weights[:, :, None]
+        total = weighted[:, 0]
+        for pick in range(1, picks):
+            total = total + weighted[:, pick]
+        return total
+
+
+def list_width(count: int) -> int:
+    """The width to which a list of `count` tokens is padded: a power of two, so that there are few."""
+    return max(TILE, 1 << (count - 1).bit_length())
+
+
+def _padded(slots: torch.Tensor, width: int) -> torch.Tensor:
+    """slots [R, L] cut or extended to [R, width]; what is added repeats the first slot."""
+    missing = width - slots.shape[1]
+    return slots[:, :width] if missing <= 0 else torch.cat([slots, slots[:, :1].expand(-1, missing)], dim=1)
+
+
+def _write(plane: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    plane.flatten(0, 1)[slots] = values.to(plane.dtype)
