@@ -1,0 +1,118 @@
+"""`tfglm serve PATH`: check everything that can be checked, take the port, load, try one request, serve."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfglm.settings import Settings, env_name, flag_name, range_text
+
+if TYPE_CHECKING:
+    from tfglm.checkpoint.store import Checkpoint
+    from tfglm.engine.engine import Engine
+    from tfglm.memory.plan import CachePlan
+    from tfglm.server.state import Served
+
+log = logging.getLogger("tfglm.serve")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a checkpoint over HTTP",
+        description="Serve a checkpoint behind an OpenAI-compatible API. Each setting is an environment variable too.",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
+    for f in dataclasses.fields(Settings):
+        parser.add_argument(
+            flag_name(f.name),
+            metavar="VALUE",
+            help=f"{f.metadata['reason']} ({range_text(f)}; default {f.default!r}; {env_name(f.name)})".replace(
+                "%", "%%"
+            ),
+        )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = Settings.from_sources({f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from tfglm.server.run import bind, serve
+
+    listener = bind(settings)
+    started: list[Engine] = []
+    try:
+        # Imported after the port is taken: torch needs seconds, and a busy port should be reported at once.
+        from tfglm.cache.latent import bytes_per_token
+        from tfglm.cache.pages import PAGE
+        from tfglm.checkpoint.store import Checkpoint
+        from tfglm.memory.plan import available_bytes, plan_cache
+
+        with Checkpoint.open(args.path) as checkpoint:
+            plan = plan_cache(
+                available=available_bytes(),
+                weights=checkpoint.nbytes,
+                bytes_per_token=bytes_per_token(checkpoint.config, settings.kv),
+                page=PAGE,
+                context=settings.context,
+                longest=checkpoint.config.max_position_embeddings,
+                parallel=settings.parallel,
+            )
+            serve(listener, settings, lambda: _load(checkpoint, plan, settings, started), _announce)
+    finally:
+        for engine in started:
+            engine.stop()
+        listener.close()
+    return 0
+
+
+def _load(checkpoint: Checkpoint, plan: CachePlan, settings: Settings, started: list[Engine]) -> Served:
+    """The loaded model behind a started engine; runs in a thread of its own while /health answers "loading"."""
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from tfglm.checkpoint.config import GenerationDefaults
+    from tfglm.engine.engine import Engine
+    from tfglm.engine.tokenizer import Tokenizer
+    from tfglm.models.glm53 import load_model
+    from tfglm.server.info import ModelInfo
+    from tfglm.server.state import Served
+    from tfglm.server.template import ChatTemplate
+
+    path, config = checkpoint.path, checkpoint.config
+    settings = dataclasses.replace(settings, context=plan.context)
+    defaults = GenerationDefaults.from_file(path / "generation_config.json")
+    eos = tuple(dict.fromkeys(config.eos_token_ids + defaults.eos_token_ids))
+    tokenizer, template = Tokenizer.from_folder(path), ChatTemplate.from_folder(path)
+    torch.set_num_threads(settings.threads or _cores())
+    columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("load", total=checkpoint.nbytes, name=path.name)
+        model = load_model(
+            checkpoint,
+            tokens=plan.tokens,
+            kv=settings.kv,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    engine = Engine(model, tokenizer, settings, eos)
+    engine.start()
+    started.append(engine)
+    name = settings.served_name or path.resolve().name
+    return Served(engine, tokenizer, template, ModelInfo(name, engine.snapshot().context, eos, defaults))
+
+
+def _cores() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _announce(served: Served, url: str) -> None:
+    print(
+        f"tfglm serves {served.info.name}, window {served.info.context} tokens, at {url}/v1 (Ctrl-C stops it)",
+        flush=True,
+    )
