@@ -17,6 +17,8 @@ import numpy.typing as npt
 from tfglm.checkpoint.names import TensorSpec
 
 _BLOCK_VALUES = 1 << 22
+_GAINS = {"lm_head": 2.5, "o_proj": 0.5, "down_proj": 0.5}
+"""Logits of std about 2.5; branches smaller than the residual stream, so that layers do not blow up a rounding."""
 _DICE, _SIDES = 12, 256
 
 
@@ -47,8 +49,7 @@ def _distribution(name: str, spec: TensorSpec) -> tuple[float, float]:
         return 1.0, 0.1
     if name == "model.embed_tokens.weight":
         return 0.0, 1.0
-    # Gains: logits of std about 3, and attention that prefers some tokens, so that it matters which are selected.
-    gain = {"lm_head": 3.0, "q_b_proj": 1.5}.get(name.removesuffix(".weight").rpartition(".")[2], 1.0)
+    gain = _GAINS.get(name.removesuffix(".weight").rpartition(".")[2], 1.0)
     return 0.0, gain * spec.shape[1] ** -0.5
 
 
