@@ -1,4 +1,4 @@
-"""One request at the engine, seen from the event loop: events in by the batch, a cancellation out if the client leaves."""
+"""One request at the engine as the event loop sees it: batches of events in, a cancellation out if the client goes."""
 
 from __future__ import annotations
 
