@@ -1,6 +1,7 @@
 """A model without weights for engine tests: each row of logits is a hash of its stream's whole token history.
 
-So a token lost, doubled, mixed between streams or read from an uncut draft changes every later row.
+So a token lost, doubled, mixed between streams or read from an uncut draft changes every later row. Streams and pages
+are the real ones.
 """
 
 from __future__ import annotations
@@ -11,73 +12,63 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from tfglm.engine.model import Rows
-from tfglm.errors import MemoryShortError
+from tfglm.cache.pages import PAGE, PagePool, Stream, pages_for
+from tfglm.models.window import Rows, reserve
+
+LogitsOf = Callable[[Sequence[int], int], np.ndarray]
 
 
-class FakeStream:
-    def __init__(self, model: FakeModel) -> None:
-        self.tokens: list[int] = []
-        self.model = model
-        self.closed = False
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    def truncate(self, length: int) -> None:
-        assert 0 <= length <= len(self.tokens)
-        del self.tokens[length:]
-
-    def close(self) -> None:
-        assert not self.closed, "a stream was closed twice"
-        self.closed = True
-        self.model.streams.remove(self)
+def hashed(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """The row that follows these tokens: float32 [vocab_size], about normal with deviation 3."""
+    digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).digest()
+    state = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+    return (3 * state.standard_normal(vocab_size)).astype(np.float32)
 
 
 class FakeModel:
-    """`before` is called with every window before it is computed: tests raise, wait or record there."""
+    """`before` is called with every window before it is computed: tests raise, wait and record there."""
 
     def __init__(
         self,
         vocab_size: int,
         *,
-        capacity: int = 4096,
-        context: int = 1024,
-        page_tokens: int = 16,
-        before: Callable[[Sequence[Rows]], None] | None = None,
+        tokens: int = 16 * PAGE,
+        logits: LogitsOf = hashed,
+        before: Callable[[Sequence[Rows]], None] = lambda window: None,
     ) -> None:
         self.vocab_size = vocab_size
-        self.context = context
-        self.capacity = capacity
-        self.page_tokens = page_tokens
+        self.pool = PagePool(pages_for(tokens))
         self.before = before
-        self.streams: list[FakeStream] = []
         self.windows: list[list[tuple[int, int]]] = []
+        """Of every forward: (tokens, want) of each entry."""
+        self._logits = logits
+        self._history: dict[Stream, list[int]] = {}
 
-    def open_stream(self) -> FakeStream:
-        stream = FakeStream(self)
-        self.streams.append(stream)
+    @property
+    def tokens_total(self) -> int:
+        return self.pool.pages * PAGE
+
+    @property
+    def empty(self) -> bool:
+        """Whether every stream was closed and every page given back."""
+        return self.pool.free == self.pool.pages and all(stream.closed for stream in self._history)
+
+    def open_stream(self) -> Stream:
+        stream = Stream(self.pool)
+        self._history[stream] = []
         return stream
 
     def forward(self, window: Sequence[Rows]) -> torch.Tensor:
-        if self.before is not None:
-            self.before(window)
+        self.before(window)
         self.windows.append([(len(rows.tokens), rows.want) for rows in window])
+        reserve(window, self.pool)
         logits = []
         for rows in window:
-            stream = rows.stream
-            assert isinstance(stream, FakeStream) and not stream.closed and 0 <= rows.want <= len(rows.tokens)
-            stream.tokens.extend(rows.tokens)
-            for want in range(rows.want, 0, -1):
-                logits.append(logits_after(stream.tokens[: len(stream.tokens) + 1 - want], self.vocab_size))
-        if sum(-(-s.length // self.page_tokens) for s in self.streams) * self.page_tokens > self.capacity:
-            raise MemoryShortError("the fake cache is full")
+            stream, tokens = rows.stream, self._history[rows.stream]
+            assert not stream.closed and rows.tokens and 0 <= rows.want <= len(rows.tokens)
+            del tokens[stream.length :]
+            tokens.extend(rows.tokens)
+            stream.length = len(tokens)
+            for left in range(rows.want - 1, -1, -1):
+                logits.append(self._logits(tokens[: len(tokens) - left], self.vocab_size))
         return torch.from_numpy(np.stack(logits) if logits else np.zeros((0, self.vocab_size), np.float32))
-
-
-def logits_after(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
-    """float32 [vocab_size], about normal with deviation 3."""
-    digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).digest()
-    state = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
-    return (3 * state.standard_normal(vocab_size)).astype(np.float32)

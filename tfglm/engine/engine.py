@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+from tfglm.cache.pages import PAGE
 from tfglm.engine.api import (
     ContextLengthError,
     EngineState,
@@ -15,17 +16,17 @@ from tfglm.engine.api import (
     NotServingError,
     Snapshot,
 )
-from tfglm.engine.model import Model, Rows
+from tfglm.engine.model import Model
 from tfglm.engine.reply import Reply
 from tfglm.engine.round import Propose, decode, no_drafts, read_chunk
 from tfglm.engine.scheduler import Plan, Scheduler
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.errors import TfglmError
+from tfglm.models.window import Rows
 from tfglm.settings import Settings
 
 log = logging.getLogger(__name__)
 
-LARGEST_DEFAULT_CONTEXT = 131072
 ASSISTANT = "<|assistant|>"
 """Opens the next turn: a reply that generates it is over, although the checkpoint does not list it as eos."""
 
@@ -39,41 +40,35 @@ class Engine:
 
     def __init__(
         self,
-        model: Model | None,
+        model: Model,
         tokenizer: Tokenizer,
         settings: Settings,
         eos_token_ids: Collection[int],
         propose: Propose = no_drafts,
     ) -> None:
-        """model may be None while it is still being loaded; `start` then takes it."""
+        """The window of one request is settings.context, or all that the model's cache holds if that is 0."""
+        pages = model.tokens_total // PAGE
+        assistant = tokenizer.id_of(ASSISTANT)
         self._model = model
         self._tokenizer = tokenizer
         self._settings = settings
         self._propose = propose
-        assistant = tokenizer.id_of(ASSISTANT)
         self._eos = frozenset(eos_token_ids) | (frozenset() if assistant is None else {assistant})
-        self._scheduler = Scheduler(settings.parallel, settings.max_queued)
+        self._capacity = pages * PAGE
+        self._context = min(settings.context or self._capacity, self._capacity)
+        self._scheduler = Scheduler(settings.parallel, settings.max_queued, pages)
         self._replies: dict[str, Reply] = {}
         self._state: EngineState = "loading"
         self._changed = threading.Condition()
         self._stopping = False
         self._stepping = False
         self._step_began: float | None = None
-        self._context = settings.context
-        self._capacity = 0
         self._prompt_tokens = self._generation_tokens = self._iteration_tokens = self._rounds = 0
         self._drafted_tokens = self._accepted_tokens = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self, model: Model | None = None) -> None:
-        """Begin to serve with the model given here or at construction."""
-        self._model = model or self._model
-        if self._model is None:
-            raise ValueError("start needs a model: none was given here or at construction")
-        pages = self._model.capacity // self._model.page_tokens
-        self._scheduler.free_pages = pages
-        self._capacity = pages * self._model.page_tokens
-        self._context = min(self._settings.context or LARGEST_DEFAULT_CONTEXT, self._model.context, self._capacity)
+    def start(self) -> None:
+        """Begin to serve."""
         with self._changed:
             if self._state == "loading":
                 self._state = "ready"
@@ -82,9 +77,7 @@ class Engine:
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
         """Queue a request; see EnginePort. Raises ValueError for what no server should let through: an empty prompt,
         token ids that the tokenizer does not have, an id already in use."""
-        model, prompt = self._model, request.prompt
-        if model is None or self._state != "ready":
-            raise NotServingError(f"the engine takes no requests: its state is {self._state}")
+        prompt = request.prompt
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self._tokenizer.vocab_size:
             raise ValueError(f"a prompt needs one or more token ids from 0 to {self._tokenizer.vocab_size - 1}")
         total = len(prompt) + request.max_tokens
@@ -94,8 +87,7 @@ class Engine:
                 f"({len(prompt)} in the messages, {request.max_tokens} in the completion). Please reduce the length of "
                 "the messages or completion."
             )
-        pages = -(-total // model.page_tokens)
-        reply = Reply(request, on_event, self._tokenizer, self._eos, self._settings.seed_salt, pages)
+        reply = Reply(request, on_event, self._tokenizer, self._eos, self._settings.seed_salt)
         with self._changed:
             if self._state != "ready":
                 raise NotServingError(f"the engine takes no requests: its state is {self._state}")
@@ -193,7 +185,7 @@ class Engine:
 
     def _admit(self, reply: Reply) -> None:
         try:
-            reply.start(self._loaded.open_stream())
+            reply.start(self._model.open_stream())
         except Exception as error:
             log.exception("request %s: no stream could be opened", reply.request.id)
             reply.fail(*_told(error))
@@ -207,9 +199,9 @@ class Engine:
         before = [(len(reply.tokens), reply.drafted, reply.accepted) for reply in replies]
         try:
             if plan.prompt is not None:
-                self._iteration_tokens += read_chunk(self._loaded, plan.prompt, self._settings.prefill_rows)
+                self._iteration_tokens += read_chunk(self._model, plan.prompt, self._settings.prefill_rows)
             else:
-                self._iteration_tokens += decode(self._loaded, replies, self._propose)
+                self._iteration_tokens += decode(self._model, replies, self._propose)
                 self._rounds += 1
         except Exception as error:
             log.exception("a forward pass failed; it ends %s", ", ".join(reply.request.id for reply in replies))
@@ -228,8 +220,8 @@ class Engine:
 
     def _probe(self) -> None:
         """After a failed forward pass: one token through a fresh stream. What it raises ends the engine."""
-        stream = self._loaded.open_stream()
-        self._loaded.forward([Rows(stream, [0], 1)])
+        stream = self._model.open_stream()
+        self._model.forward([Rows(stream, [0], 1)])
         stream.close()
 
     def _retire(self, reply: Reply) -> None:
@@ -237,9 +229,11 @@ class Engine:
         with self._changed:
             self._scheduler.remove(reply)
             self._replies.pop(reply.request.id, None)
-        if reply.stream is not None:
-            reply.stream.close()
-        reply.close()
+        try:
+            if reply.stream is not None:
+                reply.stream.close()
+        finally:
+            reply.close()
 
     def _fail_all(self, code: str, message: str) -> None:
         """Fail every reply that is left. Their streams go down with the engine."""
@@ -251,11 +245,6 @@ class Engine:
         for reply in left:
             reply.fail(code, message)
             reply.close()
-
-    @property
-    def _loaded(self) -> Model:
-        assert self._model is not None
-        return self._model
 
 
 def _told(error: Exception) -> tuple[str, str]:

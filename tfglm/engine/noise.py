@@ -25,12 +25,18 @@ def gumbel(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     """
     key = _mix_scalar((seed + _SEED_STEP) & _WORD)
     key = _mix_scalar(key ^ (position * _POSITION_STEP & _WORD))
-    words = _mix(np.uint64(key) ^ ids.astype(np.uint64))
-    uniform = (words >> np.uint64(11)).astype(np.float64)
-    uniform *= 2.0**-53
-    uniform += 2.0**-54
+    words = ids.astype(np.uint64)
+    words ^= np.uint64(key)
+    _mix(words)
+    words >>= np.uint64(11)
+    noise = words.astype(np.float64)
+    noise *= 2.0**-53
+    noise += 2.0**-54
     with np.errstate(divide="ignore"):
-        return -np.log(-np.log(uniform))
+        for _ in range(2):
+            np.log(noise, out=noise)
+            np.negative(noise, out=noise)
+    return noise
 
 
 def derived_seed(prompt: Sequence[int], salt: str) -> int:
@@ -45,11 +51,10 @@ def _mix_scalar(x: int) -> int:
     return x ^ x >> 31
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer on uint64 [n]; x is overwritten."""
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(_FIRST)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_SECOND)
-    x ^= x >> np.uint64(31)
-    return x
+def _mix(x: np.ndarray) -> None:
+    """splitmix64's finalizer on uint64 [n], in place."""
+    shifted = np.empty_like(x)
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        np.right_shift(x, np.uint64(shift), out=shifted)
+        x ^= shifted
+        x *= np.uint64(factor)

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
+from tfglm.cache.pages import Stream, pages_for
 from tfglm.engine.api import (
     Channel,
     Delta,
@@ -27,7 +28,6 @@ from tfglm.engine.api import (
     TokenLogprob,
     Usage,
 )
-from tfglm.engine.model import Stream
 from tfglm.engine.noise import derived_seed
 from tfglm.engine.sampler import TokenCounts, choose, has_penalties, token_logprob
 from tfglm.engine.text import ReplyText
@@ -42,6 +42,7 @@ class Reply:
     A reply is over when `ended` or `failure` is set, or once its receiver raised or it was cancelled. As in vLLM, the
     eos token counts among the completion tokens and prints nothing; a stop token id likewise, unless the request wants
     the stop in its output. Below min_tokens neither of them can be drawn, and a stop string does not end the reply.
+    `pages` are the cache pages that the whole prompt and reply may come to need.
     """
 
     def __init__(
@@ -51,11 +52,9 @@ class Reply:
         tokenizer: Tokenizer,
         eos: Collection[int],
         seed_salt: str,
-        pages: int = 0,
     ) -> None:
-        """pages: the cache pages that its whole prompt and reply may come to need."""
         self.request = request
-        self.pages = pages
+        self.pages = pages_for(len(request.prompt) + request.max_tokens)
         self.tokens: list[int] = []
         self.read = 0
         self.stream: Stream | None = None
@@ -78,9 +77,9 @@ class Reply:
             include_stop=request.include_stop_in_output,
             silent=self._eos,
         )
-        params = request.sampling
-        self._seed = derived_seed(request.prompt, seed_salt) if params.seed is None else params.seed
-        self._counts = TokenCounts(request.prompt) if has_penalties(params) else None
+        self._seed_salt = seed_salt
+        self._seed = 0
+        self._counts: TokenCounts | None = None
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
         self._reasoning_tokens = 0
         self._fresh: list[tuple[Channel, str, int, TokenLogprob | None]] = []
@@ -107,8 +106,12 @@ class Reply:
         return self.ended is not None or self.failure is not None or self.cancelled
 
     def start(self, stream: Stream) -> None:
+        """Leave the queue. What takes time for a long prompt is done here, not where the request was submitted."""
         self.stream = stream
         self._started = time.monotonic()
+        prompt, params = self.request.prompt, self.request.sampling
+        self._seed = derived_seed(prompt, self._seed_salt) if params.seed is None else params.seed
+        self._counts = TokenCounts(prompt) if has_penalties(params) else None
         self._send(Started(queue_ms=_ms(self._submitted, self._started)))
 
     def chunk_read(self, rows: int, logits: np.ndarray) -> None:

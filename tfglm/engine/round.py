@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tfglm.engine.model import Model, Rows
+from tfglm.engine.model import Model
 from tfglm.engine.reply import Reply
 from tfglm.errors import TfglmError
+from tfglm.models.window import Rows
 
 log = logging.getLogger(__name__)
 

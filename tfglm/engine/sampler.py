@@ -123,21 +123,25 @@ def _adjusted(
 def kept(values: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Ids that top_k, top_p and min_p leave of a row, ascending, int64 [n >= 1]. Logits of -inf are never kept.
 
-    values: float32 or float64 [vocab], its greatest finite.
+    values: float32 or float64 [vocab], its greatest finite. Each filter keeps a prefix of the same order, so top_k and
+    top_p only have to agree on its length.
     """
-    ids = _leading(values, params.top_k) if params.top_k > 0 else np.arange(len(values))
-    ids = ids[values[ids] > -np.inf]
-    scaled = values[ids].astype(np.float64) / max(params.temperature, LOWEST_TEMPERATURE)
+    temperature = max(params.temperature, LOWEST_TEMPERATURE)
+    count = params.top_k if params.top_k > 0 else len(values)
     if params.top_p < 1:
-        inside = _leading(values[ids], _nucleus_size(values[ids], scaled, params.top_p))
-        ids, scaled = ids[inside], scaled[inside]
+        pool = values if count >= len(values) else values[_leading(values, count)]
+        count = _nucleus_size(pool, temperature, params.top_p)
+    ids = _leading(values, count)
+    best = values[ids].astype(np.float64)
+    least = -math.inf
     if params.min_p > 0:
-        ids = ids[scaled >= scaled.max() + math.log(params.min_p)]
-    return ids
+        best /= temperature
+        least = float(best.max()) + math.log(params.min_p)
+    return ids[(best >= least) & (best > -math.inf)]
 
 
 def _leading(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices, ascending, of the first `count` in the order (value descending, index ascending); equal costs nothing.
+    """Indices, ascending, of the first `count` in the order (value descending, index ascending).
 
     A partition finds the last value that gets in; ties at it go to the lowest indices.
     """
@@ -151,20 +155,24 @@ def _leading(values: np.ndarray, count: int) -> np.ndarray:
     return np.flatnonzero(inside)
 
 
-def _nucleus_size(values: np.ndarray, scaled: np.ndarray, top_p: float) -> int:
+def _nucleus_size(values: np.ndarray, temperature: float, top_p: float) -> int:
     """How many tokens the smallest prefix, best first, needs to hold the share top_p of the mass of all.
 
     Masses are integers and the share an exact fraction, so no rounding moves the cut. Only tokens within NUCLEUS_REACH
     of the top are sorted at first: they are a prefix of the whole order, so if their mass suffices the cut lies inside.
     """
-    distance = scaled - scaled.max()
-    mass = (np.exp(distance) * MASS_ONE).astype(np.int64)
-    need = math.ceil(Fraction(top_p) * int(mass.sum()))
-    near = np.flatnonzero(distance >= -NUCLEUS_REACH)
-    if int(mass[near].sum()) < need:
+    mass = values.astype(np.float64)
+    mass /= temperature
+    mass -= mass.max()
+    np.exp(mass, out=mass)
+    mass *= MASS_ONE
+    whole = mass.astype(np.int64)
+    need = math.ceil(Fraction(top_p) * int(whole.sum()))
+    near = np.flatnonzero(values >= float(values.max()) - NUCLEUS_REACH * temperature)
+    if int(whole[near].sum()) < need:
         near = np.arange(len(values))
     order = near[np.argsort(-values[near])]
-    return int(np.searchsorted(np.cumsum(mass[order]), need)) + 1
+    return int(np.searchsorted(np.cumsum(whole[order]), need)) + 1
 
 
 def log_total(logits: np.ndarray, vocab_size: int) -> float:

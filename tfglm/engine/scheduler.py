@@ -33,10 +33,10 @@ class Scheduler:
     read in turns too.
     """
 
-    def __init__(self, parallel: int, max_queued: int) -> None:
+    def __init__(self, parallel: int, max_queued: int, pages: int) -> None:
         self.waiting: deque[Reply] = deque()
         self.running: list[Reply] = []
-        self.free_pages = 0
+        self.free_pages = pages
         self._parallel = parallel
         self._max_queued = max_queued
         self._withdrawn: list[Reply] = []
