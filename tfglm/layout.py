@@ -1,0 +1,101 @@
+"""Who owns what when a model is spread over ranks: attention heads, expert columns, vocabulary rows.
+
+Everything that cuts a tensor asks here: the loader, the memory plan and the kernels' launch shapes. A family is cut
+into units that must stay whole; where they do not divide evenly, the first ranks of the list hold one unit more, and
+for experts that list is rotated so that no rank holds the extra unit everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tfglm.errors import ConfigError
+
+MAX_RANKS = 8
+
+
+class Family(Enum):
+    """What is cut, and along what: each share is a run of heads, columns or rows.
+
+    HEADS: query heads (rows of q_b and kv_b, columns of o_proj). ROUTED, SHARED, DENSE: inner columns of the routed
+    experts, the shared expert and the dense MLP (rows of gate and up, columns of down). VOCABULARY: rows of embedding
+    and head.
+    """
+
+    HEADS = "heads"
+    ROUTED = "routed"
+    SHARED = "shared"
+    DENSE = "dense"
+    VOCABULARY = "vocabulary"
+
+
+# A Hadamard block of EXL3 mixes 128 columns and cannot be computed in parts; 64 vocabulary rows are a row tile.
+UNIT = {Family.HEADS: 1, Family.ROUTED: 128, Family.SHARED: 128, Family.DENSE: 128, Family.VOCABULARY: 64}
+
+
+class Placement(Enum):
+    """Which rank holds the extra block of a routed expert.
+
+    BY_LAYER: rank layer mod ranks for all experts of a layer; every matrix of a layer then has one shape.
+    BY_EXPERT: rank (layer + expert) mod ranks, so that the experts of one step, which every rank must wait for, weigh
+    nearly the same on all ranks.
+    """
+
+    BY_LAYER = "layer"
+    BY_EXPERT = "expert"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The cut of one model over `ranks` ranks (1 to 8). Sizes are in heads, columns and rows of the whole model.
+
+    Raises ConfigError for a number of ranks out of range.
+    """
+
+    ranks: int
+    heads: int
+    routed_columns: int
+    shared_columns: int
+    dense_columns: int
+    vocabulary: int
+    placement: Placement = Placement.BY_LAYER
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks <= MAX_RANKS:
+            raise ConfigError(f"a model can be spread over 1 to {MAX_RANKS} ranks; {self.ranks} were asked for")
+
+    def size(self, family: Family) -> int:
+        """How many heads, columns or rows the whole model has."""
+        return {
+            Family.HEADS: self.heads,
+            Family.ROUTED: self.routed_columns,
+            Family.SHARED: self.shared_columns,
+            Family.DENSE: self.dense_columns,
+            Family.VOCABULARY: self.vocabulary,
+        }[family]
+
+    def share(self, family: Family, layer: int, rank: int, expert: int = 0) -> tuple[int, int]:
+        """(start, stop) of a rank's part. The shares of ranks 0, 1, .. follow each other and cover the family.
+
+        layer: the checkpoint's layer number. expert: matters for ROUTED under BY_EXPERT only. A rank's share is empty
+        where there are fewer units than ranks.
+        """
+        size, unit = self.size(family), UNIT[family]
+        first_larger = self._rotation(family, layer, expert)
+        each, extra = divmod(-(-size // unit), self.ranks)
+        start = sum(each + ((r - first_larger) % self.ranks < extra) for r in range(rank))
+        stop = start + each + ((rank - first_larger) % self.ranks < extra)
+        return min(start * unit, size), min(stop * unit, size)
+
+    def largest(self, family: Family) -> int:
+        """The largest share of any rank in any layer: what a buffer must hold."""
+        unit = UNIT[family]
+        units = -(-self.size(family) // unit)
+        return min(-(-units // self.ranks) * unit, self.size(family))
+
+    def _rotation(self, family: Family, layer: int, expert: int) -> int:
+        """The first rank that holds an extra unit. The shared expert's is one further than the layer's own."""
+        if family is Family.ROUTED:
+            return layer + (expert if self.placement is Placement.BY_EXPERT else 0)
+        return layer + 1 if family is Family.SHARED else 0
