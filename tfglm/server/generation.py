@@ -113,7 +113,7 @@ class Generation:
             metrics.started(event.queue_ms / 1000)
         elif isinstance(event, Finished):
             self.ended = True
-            metrics.finished(event.reason, event.usage, when - self._begin)
+            metrics.finished(event, when - self._begin)
             usage, seconds = event.usage, when - self._begin
             form = "%s: %s after %.2f s, %d prompt and %d reply tokens"
             log.info(form, self.request.id, event.reason, seconds, usage.prompt_tokens, usage.completion_tokens)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tfglm.engine.api import EnginePort, FinishReason, Usage
+from tfglm.engine.api import EnginePort, Finished
 
 disable_created_metrics()
 
@@ -35,6 +35,8 @@ class ServerMetrics:
         self._gap = self._histogram("vllm:inter_token_latency_seconds", "Time a token after the first.", GAP_SECONDS)
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Submit to end of reply.", SECONDS)
         self._queue = self._histogram("vllm:request_queue_time_seconds", "Submit to start.", SECONDS)
+        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Start to first token.", SECONDS)
+        self._decode = self._histogram("vllm:request_decode_time_seconds", "First token to last.", SECONDS)
         self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._reply = self._histogram("vllm:request_generation_tokens", "Reply tokens of a request.", TOKENS)
         self._success = Counter(
@@ -73,9 +75,12 @@ class ServerMetrics:
         for _ in range(count):
             gap.observe(seconds / count)
 
-    def finished(self, reason: FinishReason, usage: Usage, seconds: float) -> None:
-        self._success.labels(self._model, reason).inc()
+    def finished(self, end: Finished, seconds: float) -> None:
+        usage = end.usage
+        self._success.labels(self._model, end.reason).inc()
         self._latency.labels(self._model).observe(seconds)
+        self._prefill.labels(self._model).observe(end.timings.prompt_ms / 1000)
+        self._decode.labels(self._model).observe(end.timings.predicted_ms / 1000)
         self._prompt.labels(self._model).observe(usage.prompt_tokens)
         self._reply.labels(self._model).observe(usage.completion_tokens)
         self._hits.labels(self._model).inc(usage.cached_tokens)
