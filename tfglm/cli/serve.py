@@ -80,7 +80,7 @@ def _load(checkpoint: Checkpoint, plan: CachePlan, settings: Settings, started: 
     from tfglm.engine.engine import Engine
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.models.glm53 import load_model
-    from tfglm.server.info import ModelInfo
+    from tfglm.server.info import ModelInfo, SamplingDefaults
     from tfglm.server.state import Served
     from tfglm.server.template import ChatTemplate
 
@@ -103,7 +103,7 @@ def _load(checkpoint: Checkpoint, plan: CachePlan, settings: Settings, started: 
     engine.start()
     started.append(engine)
     name = settings.served_name or path.resolve().name
-    return Served(engine, tokenizer, template, ModelInfo(name, engine.snapshot().context, eos, defaults))
+    return Served(engine, tokenizer, template, ModelInfo(name, plan.context, SamplingDefaults.from_folder(path)))
 
 
 def _cores() -> int:
