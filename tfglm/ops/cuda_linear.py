@@ -1,0 +1,113 @@
+"""Launches of kernels/linear.cu: dense weights in every format, for decode windows and prompts."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from tfglm.formats import groups
+from tfglm.ops import driver
+
+DECODE_ROWS = 16
+"""Windows of up to this many rows take the decode kernels; both kinds give a row the same bits."""
+
+_FORMATS = {"bf16": 0, "fp8": 1, "q4": 2, "q6": 3, "q8": 4}
+_PIECE_BYTES = (2048, 1024, 512, 768, 1024)
+_MAX_SLICES = 8
+_STAGES = 3
+_TILE_N = 128
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A weight [rows, columns] on the device. kind: a key of the formats above; data: bf16 rows or pieces."""
+
+    kind: str
+    rows: int
+    columns: int
+    data: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (self.scales.nbytes if self.scales is not None else 0)
+
+
+def pack(weight: torch.Tensor, kind: str) -> Dense:
+    """weight [N, K] in any float dtype, on the device it shall stay on, in format `kind`."""
+    rows, columns = weight.shape
+    if kind == "bf16":
+        return Dense(kind, rows, columns, weight.to(torch.bfloat16).contiguous())
+    if kind == "fp8":
+        fp8 = groups.pack_fp8(weight)
+        return Dense(kind, rows, columns, fp8.pieces, fp8.scale)
+    packed = groups.pack(groups.quantise(weight, int(kind[1:])))
+    return Dense(kind, rows, columns, packed.pieces, packed.scales)
+
+
+def slices(columns: int) -> int:
+    """Into how many ordered parts the sum over the columns is cut: a function of the columns alone."""
+    return min(_MAX_SLICES, -(-columns // groups.GROUP))
+
+
+def linear(x: torch.Tensor, weight: Dense, out: torch.Tensor) -> torch.Tensor:
+    """out [R, N] (bfloat16 or float32, rows may be strided) = x [R, K] bfloat16 times the weight transposed."""
+    _launch(x, weight, out, x.shape[0], weight.rows, weight.columns, 1, (0, 0, 0))
+    return out
+
+
+def per_head(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out [R, H, N] = x [R, H, K] times weight [H, N, K] transposed, head by head; all bfloat16, x and out strided."""
+    heads, rows, columns = weight.shape
+    dense = Dense("bf16", rows, columns, weight)
+    _launch(x, dense, out, x.shape[0], rows, columns, heads, (x.stride(1), weight.stride(0), out.stride(1)))
+    return out
+
+
+def experts(
+    x: torch.Tensor, divide: int, weights: torch.Tensor, out: torch.Tensor, pairs: torch.Tensor,
+    group_start: torch.Tensor, group_expert: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """out [pairs, N]: row pair / divide of x [., K] times weights[expert] [N, K] transposed, for each group's pairs.
+
+    pairs int32 [P] sorted by group; group_start int32 [G + 1]; group_expert int32 [G]. A group may be empty.
+    """
+    _, rows, columns = weights.shape
+    groups_of_pairs = (pairs, group_start, group_expert)
+    kernel = driver.load("linear", {"WEIGHT": "0"}).kernel("experts_bf16")
+    kernel(
+        (-(-rows // 32), 1, group_expert.shape[0]),
+        32 * slices(columns),
+        (x, x.stride(0), divide, weights, out, out.stride(0), _as_float(out), rows, columns, *groups_of_pairs),
+    )
+    return out
+
+
+def _as_float(out: torch.Tensor) -> int:
+    return int(out.dtype == torch.float32)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _launch(
+    x: torch.Tensor, weight: Dense, out: torch.Tensor, r: int, n: int, k: int, batch: int, strides: tuple[int, int, int]
+) -> None:
+    kind = _FORMATS[weight.kind]
+    module = driver.load("linear", {"WEIGHT": str(kind)})
+    common = (x, x.stride(0), weight.data, weight.scales, out, out.stride(0), _as_float(out), r, n, k)
+    parts = slices(k)
+    if r <= DECODE_ROWS:
+        # Twice the weight rows a block halve the reads of x, as long as there are blocks for every multiprocessor.
+        tall = 32 if -(-n // 32) * batch >= _multiprocessors(x.device) else 16
+        kernel = module.kernel(f"linear_decode_{tall}x{8 if r <= 8 else 16}")
+        kernel((-(-n // tall), 1, batch), 32 * parts, (*common, *strides))
+        return
+    wide = 64 if r <= 64 else 128
+    stage = _TILE_N // 16 * _PIECE_BYTES[kind] + (4 * _TILE_N if kind >= 2 else 0) + wide * 128
+    kernel = module.kernel(f"linear_prompt_{wide}")
+    kernel((-(-r // wide), -(-n // _TILE_N), batch), 256, (*common, parts, *strides), shared=_STAGES * stage)
