@@ -91,7 +91,8 @@ def _load(checkpoint: Checkpoint, plan: CachePlan, settings: Settings, started: 
     tokenizer, template = Tokenizer.from_folder(path), ChatTemplate.from_folder(path)
     torch.set_num_threads(settings.threads or _cores())
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("load", total=checkpoint.nbytes, name=path.name)
         model = load_model(
             checkpoint,
