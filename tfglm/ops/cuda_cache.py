@@ -1,0 +1,51 @@
+"""Launches of kernels/cache_write.cu: what a token leaves in the cache, packed."""
+
+from __future__ import annotations
+
+import torch
+
+from tfglm.checkpoint.config import INDEXER_LAYER_NORM_EPS
+from tfglm.formats.latent import KvFormat
+from tfglm.ops import driver
+from tfglm.ops.base import Rope
+
+_THREADS = 128
+CODE = {KvFormat.BF16: 0, KvFormat.FP8: 1, KvFormat.FP4: 2, KvFormat.FP4X: 3}
+"""KV in the kernels."""
+
+
+def write_latent(
+    row: torch.Tensor, norm: torch.Tensor, eps: float, rope: Rope, slots: torch.Tensor, kv: KvFormat,
+    latent_plane: torch.Tensor, rotary_plane: torch.Tensor,
+) -> None:  # fmt: skip
+    """row [R, C + D] bfloat16 (may be strided) to the planes [pages, PAGE, bytes or values] at slots int64 [R]."""
+    latent, half = norm.shape[0], rope.cos.shape[1]
+    planes = (latent_plane, row_bytes(latent_plane), rotary_plane, row_bytes(rotary_plane))
+    _kernel(kv, "write_latent")(
+        (row.shape[0],),
+        _THREADS,
+        (row, row.stride(0), norm, eps, rope.cos, rope.sin, slots, *planes, latent, half),
+    )
+
+
+def write_index_key(
+    key: torch.Tensor, norm: torch.Tensor, bias: torch.Tensor, rope: Rope, slots: torch.Tensor, kv: KvFormat,
+    plane: torch.Tensor,
+) -> None:  # fmt: skip
+    """key [R, index_head_dim] bfloat16 (may be strided) to the index plane at slots int64 [R]."""
+    rows, width = key.shape
+    _kernel(kv, "write_index_key")(
+        (rows,),
+        _THREADS,
+        (key, key.stride(0), norm, bias, INDEXER_LAYER_NORM_EPS, rope.cos, rope.sin, slots, plane, row_bytes(plane),
+         width, rope.cos.shape[1]),
+    )  # fmt: skip
+
+
+def row_bytes(plane: torch.Tensor) -> int:
+    """Bytes of a token's row in a plane [pages, PAGE, width]."""
+    return plane.shape[2] * plane.element_size()
+
+
+def _kernel(kv: KvFormat, name: str) -> driver.Kernel:
+    return driver.load("cache_write", {"KV": str(CODE[kv])}).kernel(name)

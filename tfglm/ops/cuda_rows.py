@@ -1,0 +1,77 @@
+"""Launches of kernels/rows.cu: embedding, norms, rotary embedding, SwiGLU and the ordered sum of experts."""
+
+from __future__ import annotations
+
+import torch
+
+from tfglm.ops import driver
+from tfglm.ops.base import Rope
+
+_THREADS = 256
+_WIDEST_NORM = 4 * 8 * _THREADS
+
+
+def _kernel(name: str) -> driver.Kernel:
+    return driver.load("rows").kernel(name)
+
+
+def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Rows of table [vocab, width] bfloat16 at tokens int64 [R]."""
+    _kernel("embed")((tokens.shape[0],), _THREADS, (table, tokens, out, table.shape[1]))
+    return out
+
+
+def angles(positions: torch.Tensor, frequencies: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Rope:
+    """cos and sin float32 [R, D/2] of positions int64 [R] times frequencies float32 [D/2]."""
+    half = frequencies.shape[0]
+    _kernel("angles")((positions.shape[0],), 64, (positions, frequencies, cos, sin, half))
+    return Rope(cos, sin)
+
+
+def rotate(x: torch.Tensor, rope: Rope, out: torch.Tensor) -> torch.Tensor:
+    """x [R, H, D] bfloat16, adjacent pairs, to out as halves; both may be views of wider heads, and out may be x."""
+    rows, heads, _ = x.shape
+    strides = (x.stride(0), x.stride(1), out, out.stride(0), out.stride(1))
+    warps = min(heads, _THREADS // 32)
+    _kernel("rotate")(
+        (rows, -(-heads // warps)), 32 * warps, (x, *strides, rope.cos, rope.sin, heads, rope.cos.shape[1])
+    )
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+    """x [R, D] bfloat16 (rows may be strided), weight float32 [D]."""
+    arguments = (x, x.stride(0), weight, out, out.stride(0), x.shape[1], eps)
+    _kernel("rms_norm")((x.shape[0],), _THREADS, arguments)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, branch: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    total: torch.Tensor, out: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """total = x + bf16(branch + more), which may be x itself, and out its norm. Branches are bfloat16 or float32."""
+    width = x.shape[1]
+    assert width <= _WIDEST_NORM, f"rows of {width} values; the kernel keeps at most {_WIDEST_NORM} in registers"
+    parts = (branch, _is_float(branch), more, _is_float(more))
+    _kernel("add_rms_norm")((x.shape[0],), _THREADS, (x, *parts, weight, total, out, width, eps))
+    return total, out
+
+
+def swiglu(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of gate_up [R, 2I] bfloat16."""
+    rows, inner = out.shape
+    _kernel("swiglu")((rows, -(-inner // (8 * _THREADS))), _THREADS, (gate_up, out, inner))
+    return out
+
+
+def combine(slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """out [R, D] = the sum over picks, in order, of weights [R, k] times slots [R * k, D]; all float32."""
+    rows, width = out.shape
+    grid = (rows, -(-width // (4 * _THREADS)))
+    _kernel("combine")(grid, _THREADS, (slots, weights, out, weights.shape[1], width))
+    return out
+
+
+def _is_float(part: torch.Tensor | None) -> int:
+    return int(part is not None and part.dtype == torch.float32)
