@@ -31,10 +31,12 @@ _REAL: Mapping[str, Any] = {
     "index_topk_freq": 4,
     "index_topk_pattern": None,
     "indexer_rope_interleave": True,
+    "indexer_types": None,  # by the frequency rule, written out
     "initializer_range": 0.02,
     "intermediate_size": 12288,
     "kv_lora_rank": 512,
     "max_position_embeddings": 1048576,
+    "mlp_layer_types": None,  # by first_k_dense_replace, written out
     "model_type": "glm_moe_dsa",
     "moe_intermediate_size": 2048,
     "moe_layer_freq": 1,

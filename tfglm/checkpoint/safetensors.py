@@ -16,6 +16,9 @@ from typing import Any
 from tfglm.checkpoint.jsonfile import parse_object
 from tfglm.errors import CheckpointError
 
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
 ITEM_BYTES: Mapping[str, int] = {
     "BOOL": 1,
     "U8": 1,
@@ -74,7 +77,7 @@ def read_header(fd: int, file: Path) -> list[TensorEntry]:
 def _entry(name: str, fields: Any, file: Path, start: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(

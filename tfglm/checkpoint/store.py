@@ -18,11 +18,8 @@ import torch
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.jsonfile import read_object
 from tfglm.checkpoint.names import TensorSpec, expected_tensors, layer_prefix
-from tfglm.checkpoint.safetensors import ITEM_BYTES, TensorEntry, read_header
+from tfglm.checkpoint.safetensors import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, TensorEntry, read_header
 from tfglm.errors import CheckpointError
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -160,7 +157,7 @@ def _read_index(path: Path) -> dict[str, str]:
             f"{path}: weight_map is {weight_map!r}; an object of tensor names and file names is needed"
         )
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
             raise CheckpointError(f"{path}: tensor {name} is in {file!r}; a file name in the same folder is needed")
     return weight_map
 

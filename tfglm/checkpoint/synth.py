@@ -18,7 +18,7 @@ from typing import Any
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import TensorSpec, expected_tensors
 from tfglm.checkpoint.presets import ADDED_TOKENS, PAD_COLUMNS, PRESETS, preset_config
-from tfglm.checkpoint.safetensors import ITEM_BYTES, build_header
+from tfglm.checkpoint.safetensors import INDEX_FILE, ITEM_BYTES, build_header
 from tfglm.checkpoint.vocabulary import build_tokenizer, tokenizer_config
 from tfglm.checkpoint.weights import tensor_blocks
 from tfglm.errors import CheckpointError, ConfigError
@@ -26,9 +26,7 @@ from tfglm.errors import CheckpointError, ConfigError
 __all__ = ["PRESETS", "write_checkpoint"]
 
 DEFAULT_SHARD_BYTES = 5 << 30
-INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
-OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def write_checkpoint(
@@ -52,30 +50,43 @@ def write_checkpoint(
     config = ModelConfig.from_dict(raw)
     specs = expected_tensors(config)
     total = sum(_nbytes(spec) for spec in specs.values())
-    shards = _cut(specs, shard_bytes or min(DEFAULT_SHARD_BYTES, -(-total // 3)))
+    if shard_bytes is None:
+        shard_bytes = min(DEFAULT_SHARD_BYTES, -(-total // 3))
+    shards = _cut(specs, shard_bytes)
     target = Path(path)
     _check_target(target, total, force)
-    with tempfile.TemporaryDirectory(prefix=".synth-", dir=target) as scratch:
-        folder = Path(scratch)
-        done = 0
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(shards, start=1):
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            weight_map |= dict.fromkeys(names, file)
-            with (folder / file).open("wb") as out:
-                out.write(build_header({name: (specs[name].dtype, specs[name].shape) for name in names}))
-                for name in names:
-                    for block in tensor_blocks(name, specs[name], seed):
-                        out.write(block)
-                        done += len(block)
-                        if progress is not None:
-                            progress(done, total)
-        _write_json(
-            folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        )
-        _write_small_files(folder, raw)
-        _move(folder, target)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".synth-", dir=target) as scratch:
+            _write_shards(Path(scratch), specs, shards, seed, lambda done: progress and progress(done, total))
+            _write_small_files(Path(scratch), raw)
+            _move(Path(scratch), target)
+    except OSError as exc:
+        raise CheckpointError(f"{target}: writing the checkpoint failed: {exc.strerror}") from exc
     return config
+
+
+def _write_shards(
+    folder: Path,
+    specs: Mapping[str, TensorSpec],
+    shards: list[list[str]],
+    seed: int,
+    progress: Callable[[int], object],
+) -> None:
+    """Write every shard and the index, one block of one tensor in memory at a time."""
+    done = 0
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        with (folder / file).open("wb") as out:
+            out.write(build_header({name: (specs[name].dtype, specs[name].shape) for name in names}))
+            for name in names:
+                for block in tensor_blocks(name, specs[name], seed):
+                    out.write(block)
+                    done += len(block)
+                    progress(done)
+    index = {"metadata": {"total_size": done}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / INDEX_FILE, index)
 
 
 def _nbytes(spec: TensorSpec) -> int:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     overrides = _overrides(args)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"writing {args.out}", total=None)
         config = write_checkpoint(
             args.out,
