@@ -297,7 +297,7 @@ def test_a_model_that_no_longer_answers_fails_everyone_and_hangs_no_one() -> Non
     broken.set()
     gate.open()
     assert all(isinstance(receiver.last, Failed) for receiver in receivers)
-    assert all("the device is lost" in receiver.last.message for receiver in receivers)  # type: ignore[union-attr]
+    assert all("the device is lost" in receiver.last.message for receiver in receivers)
     assert engine.wait_idle(LIMIT) and engine.snapshot().state == "failed"
     with pytest.raises(NotServingError, match="failed"):
         ask(engine, request())
@@ -342,7 +342,7 @@ def test_stop_fails_what_is_left_after_the_step(gate: Gate) -> None:
     gate.wait()
     threading.Timer(0.05, gate.open).start()
     assert engine.stop(LIMIT)
-    assert [receiver.last.code for receiver in receivers] == ["E_NOT_SERVING"] * 3  # type: ignore[union-attr]
+    assert [receiver.last.code for receiver in receivers] == ["E_NOT_SERVING"] * 3
     assert all(in_order(receiver.events) for receiver in receivers)
     assert not any(thread.name == "engine" and thread.is_alive() for thread in threading.enumerate())
     assert engine.stop(LIMIT), "stopping twice is harmless"
@@ -357,7 +357,7 @@ def test_stop_does_not_wait_for_a_stuck_step_longer_than_asked(gate: Gate) -> No
     time.sleep(0.02)
     assert engine.snapshot().step_age_s >= 0.02
     assert not engine.stop(0.05)
-    assert [receiver.last.code for receiver in receivers] == ["E_NOT_SERVING"] * 2  # type: ignore[union-attr]
+    assert [receiver.last.code for receiver in receivers] == ["E_NOT_SERVING"] * 2
     gate.open()
     assert engine.stop(LIMIT)
     assert all(in_order(receiver.events) for receiver in receivers), "nothing follows the last event"

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fake_model import FakeModel
@@ -47,7 +48,7 @@ def random_request(dice: random.Random, number: int, longest: int = 25) -> Gener
     )
 
 
-def expected(wanted: Sequence[GenerationRequest]) -> list[tuple[object, ...]]:
+def expected(wanted: Sequence[GenerationRequest]) -> list[tuple[Any, ...]]:
     """Every request's outcome when it has the engine to itself."""
     return [alone(one).outcome() for one in wanted]
 
