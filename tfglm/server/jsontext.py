@@ -57,6 +57,12 @@ def kind_of(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def shown(value: object) -> str:
+    """A client's value for a message: as Python writes it, cut short."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from tfglm.server.errors import ApiError, invalid, unsupported
-from tfglm.server.jsontext import kind_of
+from tfglm.server.jsontext import kind_of, shown
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_TOOLS = 128
@@ -28,7 +28,7 @@ def normalise_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     for i, tool in enumerate(tools or []):
         where = f"tools[{i}]"
         if tool.get("type", "function") != "function":
-            raise unsupported(f"{where}.type", f"{where}.type is {tool['type']!r}; only 'function' is supported")
+            raise unsupported(f"{where}.type", f"{where}.type is {shown(tool['type'])}; only 'function' is supported")
         function = tool.get("function", tool)
         if not isinstance(function, dict):
             raise invalid(f"{where}.function", f"{where}.function must be an object, not {kind_of(function)}")
@@ -41,7 +41,7 @@ def normalise_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 def _normalise(message: dict[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise invalid(f"{where}.role", f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+        raise invalid(f"{where}.role", f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}")
     if message.get("function_call") is not None:
         raise unsupported(f"{where}.function_call", f"{where}.function_call is not supported; send tool_calls")
     content = message.get("content")
@@ -83,7 +83,7 @@ def _part(part: Any, where: str) -> str:
         raise invalid(where, f"{where} must be an object with a type, not {kind_of(part)}")
     kind = part.get("type")
     if kind not in ("text", "refusal"):
-        raise unsupported(f"{where}.type", f"{where}.type is {kind!r}; this model reads only 'text' parts")
+        raise unsupported(f"{where}.type", f"{where}.type is {shown(kind)}; this model reads only 'text' parts")
     text = part.get(kind)
     if not isinstance(text, str):
         raise invalid(f"{where}.{kind}", f"{where}.{kind} must be a string, not {kind_of(text)}")

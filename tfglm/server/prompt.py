@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfglm.server.errors import ApiError, invalid, unsupported
+from tfglm.server.jsontext import shown
 from tfglm.server.messages import normalise_messages, normalise_tools
 from tfglm.server.schemas import ChatPromptFields
 from tfglm.server.template import ChatTemplate, TemplateRefusedError
@@ -65,7 +66,7 @@ def _offered_tools(fields: ChatPromptFields) -> list[dict[str, Any]]:
     if choice == "none":
         return []
     if choice not in (None, "auto"):
-        raise unsupported("tool_choice", f"tool_choice {choice!r} cannot be enforced yet; use 'auto' or 'none'")
+        raise unsupported("tool_choice", f"tool_choice {shown(choice)} cannot be enforced yet; use 'auto' or 'none'")
     return tools
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from tfglm.engine.api import SamplingParams
 from tfglm.server.errors import ApiError, invalid, unsupported
 from tfglm.server.info import ModelInfo, SamplingDefaults
-from tfglm.server.jsontext import kind_of
+from tfglm.server.jsontext import kind_of, shown
 from tfglm.server.schemas import ReplyFields
 
 MAX_STOPS = 16
@@ -18,7 +18,7 @@ def check_model(name: str | None, info: ModelInfo) -> None:
     if name is not None and name != info.name:
         raise ApiError(
             404,
-            f"the model {name!r} does not exist; this server serves {info.name!r}",
+            f"the model {shown(name)} does not exist; this server serves {info.name!r}",
             code="model_not_found",
             param="model",
         )
@@ -30,7 +30,7 @@ def check_supported(body: ReplyFields) -> None:
         raise unsupported("n", f"n is {body.n}; this server makes one reply a request, send the request {body.n} times")
     if body.response_format is not None and body.response_format.type != "text":
         kind = body.response_format.type
-        raise unsupported("response_format", f"response_format {kind!r} is not supported yet; only 'text' is")
+        raise unsupported("response_format", f"response_format {shown(kind)} is not supported yet; only 'text' is")
 
 
 def sampling_params(body: ReplyFields, defaults: SamplingDefaults, vocab_size: int) -> SamplingParams:
@@ -73,7 +73,8 @@ def token_ids(ids: Sequence[Any], vocab_size: int, param: str) -> tuple[int, ...
     for i, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise invalid(
-                f"{param}[{i}]", f"{param}[{i}] is {token!r}; token ids are whole numbers from 0 to {vocab_size - 1}"
+                f"{param}[{i}]",
+                f"{param}[{i}] is {shown(token)}; token ids are whole numbers from 0 to {vocab_size - 1}",
             )
     return tuple(ids)
 
@@ -108,7 +109,7 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
         # isdecimal alone would let other scripts' digits through.
         if not (key.isascii() and key.isdecimal()) or len(key) > 9 or int(key) >= vocab_size:
             raise invalid(
-                "logit_bias", f"logit_bias has the key {key!r}; keys are token ids from 0 to {vocab_size - 1}"
+                "logit_bias", f"logit_bias has the key {shown(key)}; keys are token ids from 0 to {vocab_size - 1}"
             )
         checked[int(key)] = value
     return checked

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from tfglm.server.errors import ApiError, invalid, unsupported
+from tfglm.server.jsontext import shown
 
 INT64 = 2**63
 
@@ -17,7 +18,7 @@ def _integral(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Int = Annotated[int, BeforeValidator(_integral), Field(strict=True)]
+Int = Annotated[int, BeforeValidator(_integral), Field(strict=True, ge=-INT64, lt=INT64)]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
@@ -76,13 +77,13 @@ class ReplyFields(Body):
     min_tokens: Annotated[Int, Field(ge=0)] | None = None
     temperature: Annotated[Real, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Int, Field(ge=-INT64, lt=INT64)] | None = None
+    top_k: Int | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Real, Field(gt=0)] | None = None
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Real, Field(ge=-100, le=100)]] | None = None
-    seed: Annotated[Int, Field(ge=-INT64, lt=INT64)] | None = None
+    seed: Int | None = None
     n: Annotated[Int, Field(ge=1)] | None = None
     stop: Any = None
     stop_token_ids: list[Int] | None = None
@@ -148,7 +149,5 @@ def _field_error(detail: ErrorDetails) -> ApiError:
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     if detail["type"] == "missing":
         return ApiError(400, f"{param} is required", code="missing_required_parameter", param=param)
-    shown = repr(detail["input"])
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
     text = detail["msg"]
-    return invalid(param, f"{param} is {shown}: {text[:1].lower()}{text[1:]}")
+    return invalid(param, f"{param} is {shown(detail['input'])}: {text[:1].lower()}{text[1:]}")

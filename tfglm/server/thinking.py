@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tfglm.server.errors import invalid, unsupported
-from tfglm.server.jsontext import kind_of
+from tfglm.server.jsontext import kind_of, shown
 
 if TYPE_CHECKING:
     from tfglm.server.schemas import ChatPromptFields
@@ -87,7 +87,7 @@ def _effort(fields: ChatPromptFields, kwargs: dict[str, Any]) -> Effort | None:
         if value is None:
             continue
         if not isinstance(value, str) or value not in EFFORTS:
-            raise invalid(param, f"{param} is {value!r}; it must be one of {', '.join(EFFORTS)}")
+            raise invalid(param, f"{param} is {shown(value)}; it must be one of {', '.join(EFFORTS)}")
         return EFFORTS[value]
     return None
 

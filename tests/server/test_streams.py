@@ -1,0 +1,137 @@
+"""What happens to a stream over time: silence, clients that leave, clients that do not read, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+
+import pytest
+from scripted import MODEL, finished
+
+from tfglm.engine.api import Delta, Progress, Started
+from tfglm.server import stream
+
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def until(check: Any, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.01)
+    return True
+
+
+def open_stream(api: Any, **fields: Any) -> Any:
+    return api.session.post(api.url + "/v1/chat/completions", json={**BODY, "stream": True, **fields})
+
+
+async def test_headers_and_role_come_at_admission(make_api, gate):
+    api = await make_api([gate, finished()])
+    async with open_stream(api) as response:
+        assert response.headers["Cache-Control"] == "no-cache" and response.headers["X-Accel-Buffering"] == "no"
+        first = await response.content.readuntil(b"\n\n")
+        assert json.loads(first.removeprefix(b"data: "))["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        gate.set()
+
+
+async def test_silence_is_filled_with_comments_progress_or_not(make_api, gate):
+    """Events of the engine that the client does not see must not postpone the comment."""
+    progress = [step for i in range(20) for step in (Progress(i, 20), 0.02)]
+    api = await make_api([Started(1.0), *progress, gate, Delta("answer", "x", (300,)), finished()], keepalive_s=0.1)
+    async with open_stream(api) as response:
+        await response.content.readuntil(b"\n\n")
+        for _ in range(5):
+            assert await response.content.readuntil(b"\n\n") == b": keepalive\n\n"
+        gate.set()
+        rest = await response.read()
+    assert rest.endswith(b"data: [DONE]\n\n") and b'"content":"x"' in rest
+
+
+async def test_no_comments_when_turned_off(make_api):
+    api = await make_api([Started(1.0), 0.3, finished()], keepalive_s=0)
+    async with open_stream(api) as response:
+        assert b"keepalive" not in await response.read()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("said", [[], [Started(1.0), Progress(4, 9)], [Started(1.0), Delta("answer", "x", (300,))]])
+async def test_leaving_cancels(make_api, gate, streamed, said):
+    api = await make_api([*said, gate, finished()])
+    sent = asyncio.ensure_future(api.session.post(api.url + "/v1/chat/completions", json={**BODY, "stream": streamed}))
+    assert await until(lambda: api.engine.requests)
+    if streamed:
+        (await sent).close()
+    else:
+        sent.cancel()
+    (cancelled,) = api.engine.cancelled.values()
+    assert await until(cancelled.is_set, 1.0)
+    assert await until(lambda: not api.state.live)
+    async with api.session.get(api.url + "/metrics") as response:
+        assert f'tfglm:client_disconnections_total{{model_name="{MODEL}"}} 1.0' in await response.text()
+
+
+async def test_a_finished_reply_cancels_nothing(make_api):
+    api = await make_api()
+    for streamed in (True, False):
+        async with open_stream(api, stream=streamed) as response:
+            await response.read()
+    assert len(api.engine.cancelled) == 2
+    assert not any(event.is_set() for event in api.engine.cancelled.values())
+
+
+async def test_a_client_that_does_not_read_is_dropped(make_api, gate, monkeypatch):
+    """More text than the sockets hold, none of it read: the engine is never held up and the request ends."""
+    monkeypatch.setattr(stream, "WRITE_SECONDS", 0.3)
+    flood = [Delta("answer", "x" * 1_000_000, (300,)) for _ in range(30)]
+    api = await make_api([*flood, gate, finished()])
+    host, port = api.url.removeprefix("http://").split(":")
+    body = json.dumps({**BODY, "stream": True}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(head.encode() + body)
+        assert await until(lambda: api.engine.generation_tokens == 30)
+        (cancelled,) = api.engine.cancelled.values()
+        assert await until(cancelled.is_set)
+        assert (await api.get("/health"))[0] == 200
+    assert await until(lambda: not api.state.live)
+
+
+async def test_many_streams_at_once(make_api):
+    script = [
+        Started(1.0),
+        *[step for i in range(20) for step in (Delta("answer", f"{i} ", (300 + i,)), 0.001)],
+        finished(),
+    ]
+    api = await make_api(script)
+    replies = await asyncio.gather(*[api.chat_stream() for _ in range(20)])
+    for lines in replies:
+        texts = [json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in lines[:-1]]
+        assert "".join(texts) == "".join(f"{i} " for i in range(20))
+
+
+async def test_events_of_one_batch_arrive_in_one_write(make_api, gate):
+    """Deltas that wait together are written together: a slow moment of the server costs one write, not many."""
+    api = await make_api([Delta("answer", "a", (300,)), Delta("answer", "b", (301,)), finished()])
+    lines = await api.chat_stream()
+    assert [json.loads(line[6:])["choices"][0]["delta"] for line in lines[1:3]] == [{"content": "a"}, {"content": "b"}]
+
+
+async def test_what_the_drain_ends_is_told(make_api, gate):
+    api = await make_api([Started(1.0), Delta("answer", "x", (300,)), gate, finished()])
+    whole = asyncio.ensure_future(api.chat())
+    async with open_stream(api) as response:
+        assert await until(lambda: len(api.state.live) == 2)
+        for generation in list(api.state.live):
+            generation.fail("draining", "the server is shutting down")
+        *_, error, done, end = (await response.read()).split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "draining"
+    status, body = await whole
+    assert (status, body["error"]["code"]) == (503, "draining")
+    assert all(event.is_set() for event in api.engine.cancelled.values())
