@@ -14,6 +14,7 @@ from tfglm.checkpoint.store import Checkpoint
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.models import mla, moe
 from tfglm.models.shapes import shapes_of
+from tfglm.models.taps import Passed, Taps
 from tfglm.models.weights import ModelWeights, load_weights
 from tfglm.models.window import LaidOut, Rows, check, lay_out, reserve
 from tfglm.ops.base import Ops
@@ -53,7 +54,6 @@ class Glm53:
             )
         return Stream(self.cache.pool)
 
-    @torch.inference_mode()
     def forward(self, window: Sequence[Rows]) -> torch.Tensor:
         """Append every entry's tokens to its stream; the wanted rows' logits, in order: float32 [sum of want,
         vocab_size].
@@ -62,32 +62,45 @@ class Glm53:
         the tokens before it were cut into windows. Raises ValueError for rows that cannot be read and
         MemoryShortError for a full cache; whatever is raised, the streams are as before.
         """
+        return self.forward_tapped(window, Taps()).logits
+
+    @torch.inference_mode()
+    def forward_tapped(self, window: Sequence[Rows], taps: Taps) -> Passed:
+        """`forward` that also hands out what `taps` asks for, of every row of the window."""
         torch.get_num_threads()  # a new thread's BLAS runs with the process's default thread count until torch is asked
         check(window, self.cache.pool, self.config)
         reserve(window, self.cache.pool)
         try:
-            logits = self._forward(lay_out(window))
+            passed = self._forward(lay_out(window), taps)
         except BaseException:
             for entry in window:
                 entry.stream.release_spare()
             raise
         for entry in window:
             entry.stream.length += len(entry.tokens)
-        return logits
+        return passed
 
-    def _forward(self, rows: LaidOut) -> torch.Tensor:
+    def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
         ops, config, weights, window = self.ops, self.config, self.weights, rows.window
         rope = ops.angles(window.positions, self.frequencies)
         x = ops.embed(weights.embed, rows.tokens)
         selection = None
         branch = torch.zeros_like(x)
-        for layer, planes in zip(weights.layers, self.cache.layers, strict=True):
+        streams = {}
+        for number, (layer, planes) in enumerate(zip(weights.layers, self.cache.layers, strict=True)):
             x, h = ops.add_rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
+            if number in taps.layers:
+                streams[number] = x
             branch, selection = mla.attention(ops, config, layer.attention, h, rope, window, planes, selection)
             x, h = ops.add_rms_norm(x, branch, layer.ffn_norm, config.rms_norm_eps)
             branch = moe.feed_forward(ops, config, layer.ffn, h)
-        _, h = ops.add_rms_norm(x[rows.wanted], branch[rows.wanted], weights.norm, config.rms_norm_eps)
-        return ops.linear(h, weights.head)
+        if not taps:
+            _, h = ops.add_rms_norm(x[rows.wanted], branch[rows.wanted], weights.norm, config.rms_norm_eps)
+            return Passed(ops.linear(h, weights.head), None, streams)
+        x, h = ops.add_rms_norm(x, branch, weights.norm, config.rms_norm_eps)
+        if config.num_hidden_layers in taps.layers:
+            streams[config.num_hidden_layers] = x
+        return Passed(ops.linear(h[rows.wanted], weights.head), h if taps.normed else None, streams)
 
 
 def load_model(

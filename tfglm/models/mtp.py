@@ -1,0 +1,148 @@
+"""The checkpoint's own next-token layer (multi-token prediction, DeepSeek-V3 style), as a chain of drafts.
+
+Row i joins what the trunk made of position i with the token at i + 1, passes one ordinary decoder layer, and predicts
+the token at i + 2 with the trunk's own head. Conventions, as vLLM and SGLang have them: the trunk's row is the one
+after its last norm; the embedding is the first half of the join; at position 0 the embedding is zero; a chain goes on
+from the row after shared_head.norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tfglm.cache.latent import LatentCache
+from tfglm.cache.pages import Stream
+from tfglm.checkpoint.config import ModelConfig
+from tfglm.checkpoint.names import layer_prefix
+from tfglm.models import mla, moe
+from tfglm.models.glm53 import Glm53
+from tfglm.models.weights import ModelWeights, Source, load_weights
+from tfglm.models.window import LaidOut, Rows, check, lay_out, reserve
+from tfglm.ops.base import Selection
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """The layer as a model of one layer whose last norm is shared_head.norm and whose embedding and head are the
+    trunk's; enorm and hnorm [hidden], eh_proj [hidden, 2 * hidden], embedding columns first."""
+
+    layer: ModelWeights
+    enorm: torch.Tensor
+    hnorm: torch.Tensor
+    eh_proj: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MtpStep:
+    """What one forward made of its W wanted rows: logits [W, vocab], rows [W, hidden] to chain on, and the tokens each
+    of them attended to."""
+
+    logits: torch.Tensor
+    rows: torch.Tensor
+    selection: Selection
+
+
+def load_mtp(trunk: ModelWeights, config: ModelConfig, source: Source) -> MtpWeights:
+    """The MTP layer, number num_hidden_layers, of a checkpoint whose trunk is loaded."""
+    prefix = layer_prefix(config.num_hidden_layers)
+    shared = {"model.embed_tokens.weight": trunk.embed, "lm_head.weight": trunk.head}
+
+    def renamed(name: str) -> torch.Tensor:
+        if name in shared:
+            return shared[name]
+        if name == "model.norm.weight":
+            return source(f"{prefix}.shared_head.norm.weight")
+        return source(name.replace(f"{layer_prefix(0)}.", f"{prefix}.", 1))
+
+    return MtpWeights(
+        layer=load_weights(_alone(config), renamed),
+        enorm=source(f"{prefix}.enorm.weight").float(),
+        hnorm=source(f"{prefix}.hnorm.weight").float(),
+        eh_proj=source(f"{prefix}.eh_proj.weight"),
+    )
+
+
+class Mtp:
+    """The layer and its cache, which holds as many tokens as the trunk's. One thread at a time.
+
+    Row i is cached at position i of a stream of its own, so a stream is as long as the trunk's once every committed
+    row has been absorbed.
+    """
+
+    def __init__(self, model: Glm53, weights: MtpWeights, kv: str = "bf16") -> None:
+        self.config = model.config
+        self.weights = weights
+        self.cache = LatentCache(_alone(model.config), model.tokens_total, kv)
+        self._ops = model.ops
+        self._frequencies = model.frequencies
+        [layer] = weights.layer.layers
+        # A layer without an indexer takes the selection it is given: how a chain keeps its first step's list.
+        self._full = layer.attention
+        self._shared = dataclasses.replace(layer.attention, indexer=None)
+
+    def open_stream(self) -> Stream:
+        return Stream(self.cache.pool)
+
+    @torch.inference_mode()
+    def absorb(self, window: Sequence[Rows], hidden: torch.Tensor) -> MtpStep:
+        """Append rows to their streams. An entry's tokens are those that *follow* its rows (t[i + 1] for row i); hidden
+        [R, hidden] is what the trunk, after its norm, made of the rows, in window order."""
+        return self._forward(window, hidden, None)
+
+    @torch.inference_mode()
+    def chain(self, window: Sequence[Rows], step: MtpStep) -> MtpStep:
+        """One more row a stream after `step`, of the same streams in the same order, which fed their drafts: each
+        attends to what its predecessor attended to and to itself, without scoring the cache again."""
+        return self._forward(window, step.rows, step.selection)
+
+    def _forward(self, window: Sequence[Rows], hidden: torch.Tensor, before: Selection | None) -> MtpStep:
+        check(window, self.cache.pool, self.config)
+        reserve(window, self.cache.pool)
+        try:
+            step = self._layer(lay_out(window), hidden, before)
+        except BaseException:
+            for entry in window:
+                entry.stream.release_spare()
+            raise
+        for entry in window:
+            entry.stream.length += len(entry.tokens)
+        return step
+
+    def _layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
+        ops, config, weights, window = self._ops, self.config, self.weights, rows.window
+        [layer], [planes], eps = weights.layer.layers, self.cache.layers, config.rms_norm_eps
+        rope = ops.angles(window.positions, self._frequencies)
+        embedded = ops.embed(weights.layer.embed, rows.tokens).masked_fill(window.positions[:, None] == 0, 0.0)
+        joined = torch.cat([ops.rms_norm(embedded, weights.enorm, eps), ops.rms_norm(hidden, weights.hnorm, eps)], 1)
+        x = ops.linear(joined, weights.eh_proj)
+        h = ops.rms_norm(x, layer.attention_norm, eps)
+        attention = self._full if before is None else self._shared
+        given = None if before is None else _extended(before, window.slots)
+        branch, selection = mla.attention(ops, config, attention, h, rope, window, planes, given)
+        x, h = ops.add_rms_norm(x, branch, layer.ffn_norm, eps)
+        branch = moe.feed_forward(ops, config, layer.ffn, h)
+        wanted = rows.wanted
+        _, h = ops.add_rms_norm(x[wanted], branch[wanted], weights.layer.norm, eps)
+        return MtpStep(
+            ops.linear(h, weights.layer.head), h, Selection(selection.slots[wanted], selection.counts[wanted])
+        )
+
+
+def mtp_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
+    """Bytes the MTP layer caches for one token: latent, rotated key and index key."""
+    return (config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim) * itemsize
+
+
+def _alone(config: ModelConfig) -> ModelConfig:
+    """The MTP layer as a model of one layer: always sparse, with an indexer of its own."""
+    return dataclasses.replace(config, num_hidden_layers=1, indexer_types=("full",), mlp_layer_types=("sparse",))
+
+
+def _extended(selection: Selection, slots: torch.Tensor) -> Selection:
+    """Each row's list [R, L] with the row's own slot after its last valid entry."""
+    longer = torch.cat([selection.slots, slots[:, None]], dim=1)
+    return Selection(longer.scatter(1, selection.counts[:, None], slots[:, None]), selection.counts + 1)
