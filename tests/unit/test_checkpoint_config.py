@@ -212,7 +212,15 @@ def test_generation_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -1), ("temperature", "1"), ("top_p", 1.5), ("top_k", -1), ("top_k", 1.5), ("eos_token_id", "x")],
+    [
+        ("temperature", -1),
+        ("temperature", "1"),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("repetition_penalty", 0),
+        ("eos_token_id", "x"),
+    ],
 )
 def test_generation_defaults_refuse_nonsense(tmp_path: Path, field: str, value: object) -> None:
     path = tmp_path / "generation_config.json"

@@ -109,7 +109,7 @@ def test_full_layers_has_the_real_widths() -> None:
 
 def test_values_are_distributed_as_meant(tiny: Path) -> None:
     with Checkpoint.open(tiny) as checkpoint:
-        read = {name: checkpoint.read(name).double() for name in checkpoint.entries}
+        read = {name: checkpoint.read(name).double().numpy() for name in checkpoint.entries}
     hidden = 128
     for name, mean, std in [
         ("model.embed_tokens.weight", 0, 1),
@@ -120,13 +120,13 @@ def test_values_are_distributed_as_meant(tiny: Path) -> None:
         ("model.norm.weight", 1, 0.1),
     ]:
         tensor = read[name]
-        error = 5 * std / tensor.numel() ** 0.5
-        assert abs(tensor.mean().item() - mean) < error, name
-        assert abs(tensor.std().item() - std) < error, name
+        error = 5 * std / tensor.size**0.5
+        assert abs(tensor.mean() - mean) < error, name
+        assert abs(tensor.std() - std) < error, name
     for name, tensor in read.items():
         if name.endswith(("e_score_correction_bias", "k_norm.bias")):
-            assert 0.01 < tensor.std().item() < 0.4, name
-        assert tensor.isfinite().all(), name
+            assert 0.01 < tensor.std() < 0.4, name
+        assert np.isfinite(tensor).all(), name
 
 
 def test_normal_table_against_the_normal_distribution() -> None:

@@ -147,7 +147,7 @@ class GenerationDefaults:
             top_p=fields.number("top_p", 1.0, low=0, high=1),
             top_k=fields.integer("top_k", 0, low=0),
             min_p=fields.number("min_p", 0.0, low=0, high=1),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, low=0, high=100),
+            repetition_penalty=fields.number("repetition_penalty", 1.0, low=0.001, high=100),
             eos_token_ids=() if fields.missing("eos_token_id") else fields.token_ids("eos_token_id"),
         )
 

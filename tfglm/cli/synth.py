@@ -18,7 +18,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "The same preset, seed and fields give the same bytes everywhere.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write into; made if it does not exist")
-    parser.add_argument("--preset", default="tiny", help="tiny (19 MB), small (190 MB) or full-layers (default: tiny)")
+    parser.add_argument(
+        "--preset", default="tiny", help="tiny (19 MB), small (190 MB) or full-layers (9.6 GB; default: tiny)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="another seed, other weights (default: 0)")
     parser.add_argument("--layers", type=int, metavar="N", help="short for --set num_hidden_layers=N")
     parser.add_argument("--experts", type=int, metavar="N", help="short for --set n_routed_experts=N")
