@@ -90,21 +90,32 @@ template <int K2> struct LaneCursors {
     }
 };
 
-// Whole tile at `words` -> this lane's 8 weights as the A fragment of the transposed tile (m = 16 output columns,
-// k = 16 inputs). `read(i)` returns word i of the tile.
+// The words of a tile that this lane needs; `read(i)` returns word i of the tile.
+template <int K2> struct TileWords {
+    u32 first[Trellis<K2>::GROUPS], second[Trellis<K2>::GROUPS];
+    template <class Read> __device__ __forceinline__ void load(const LaneCursors<K2>& at, Read read) {
+#pragma unroll
+        for (int g = 0; g < Trellis<K2>::GROUPS; ++g) {
+            first[g] = read(at.group[g].first);
+            second[g] = read(at.group[g].second);
+        }
+    }
+};
+
+// This lane's 8 weights as the A fragment of the transposed tile (m = 16 output columns, k = 16 inputs). The pairs lie in
+// the tile as: columns 0-7 with inputs 0-7, then 8-15; columns 8-15 likewise.
+template <int K2, int CB>
+__device__ __forceinline__ void decode_tile(u32 (&a)[4], const LaneCursors<K2>& at, const TileWords<K2>& words) {
+    constexpr int PER = Trellis<K2>::PER_GROUP, G1 = 2 / PER, G2 = 4 / PER, G3 = 6 / PER;
+    a[0] = weight_pair<K2, CB, 0>(words.first[0], words.second[0], at.group[0].shift);
+    a[2] = weight_pair<K2, CB, 1>(words.first[G1], words.second[G1], at.group[G1].shift);
+    a[1] = weight_pair<K2, CB, 2>(words.first[G2], words.second[G2], at.group[G2].shift);
+    a[3] = weight_pair<K2, CB, 3>(words.first[G3], words.second[G3], at.group[G3].shift);
+}
+
 template <int K2, int CB, class Read>
 __device__ __forceinline__ void decode_tile(u32 (&a)[4], const LaneCursors<K2>& at, Read read) {
-    constexpr int GROUPS = Trellis<K2>::GROUPS;
-    u32 first[GROUPS], second[GROUPS];
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-        first[g] = read(at.group[g].first);
-        second[g] = read(at.group[g].second);
-    }
-    // The pairs' places in the tile: columns 0-7 with inputs 0-7, then 8-15; columns 8-15 likewise.
-    constexpr int G1 = 2 / Trellis<K2>::PER_GROUP, G2 = 4 / Trellis<K2>::PER_GROUP, G3 = 6 / Trellis<K2>::PER_GROUP;
-    a[0] = weight_pair<K2, CB, 0>(first[0], second[0], at.group[0].shift);
-    a[2] = weight_pair<K2, CB, 1>(first[G1], second[G1], at.group[G1].shift);
-    a[1] = weight_pair<K2, CB, 2>(first[G2], second[G2], at.group[G2].shift);
-    a[3] = weight_pair<K2, CB, 3>(first[G3], second[G3], at.group[G3].shift);
+    TileWords<K2> words;
+    words.load(at, read);
+    decode_tile<K2, CB>(a, at, words);
 }

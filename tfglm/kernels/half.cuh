@@ -15,6 +15,10 @@ __device__ __forceinline__ u32 half2_fma(u32 a, u32 b, u32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
+// a * b + c with c one half of `word`, the same for both results
+__device__ __forceinline__ u32 half2_fma_one(u32 a, u32 b, u32 word, bool high) {
+    return half2_fma(a, b, __byte_perm(word, 0, high ? 0x3232 : 0x1010));
+}
 // 0xFFFF in each half where a < b
 __device__ __forceinline__ u32 half2_less(u32 a, u32 b) {
     u32 d;

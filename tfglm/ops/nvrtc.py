@@ -97,6 +97,11 @@ def variants(name: str) -> list[dict[str, str]]:
     return [dict(item.split("=", 1) for item in line.split()) for line in found] or [{}]
 
 
+def defaults(name: str) -> dict[str, int]:
+    """Integer macros that `<name>.cu` sets when nobody else does: its launch shape, kept in one place."""
+    return {key: int(value) for key, value in re.findall(r"^#define (\w+) (\d+)\b", source(f"{name}.cu"), re.MULTILINE)}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The compiler
 

@@ -1,0 +1,331 @@
+"""Routed experts of one layer on the GPU from EXL3 weights (kernels exl3_experts for decode, exl3_prompt for prompts).
+
+Nothing is allocated and the host waits for nothing once tables and workspace exist, so both paths can be captured in
+CUDA graphs. A row's bits depend on its own values only; the decode path and the prompt path sum in different orders.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tfglm.errors import CheckpointError
+from tfglm.ops import driver, nvrtc
+from tfglm.ops.exl3_cuda import codebook_macros
+
+BLOCK = 128
+DECODE_ROWS = 16
+PROMPT_ROWS = 4096
+_MAX_PICKS = 256
+_LISTED_INTS = 4 + DECODE_ROWS
+
+_PROMPT_SLAB = 1024  # columns of the down result that exist at once: 64 MiB at 2,048 rows
+_SUMS_STRIDE = (BLOCK + 4) * 4  # bytes of one member's sums in shared memory
+
+# Macros that a benchmark sets to try another launch shape than the kernel file's own.
+trial_shape: dict[str, int] = {}
+
+
+@functools.cache
+def _own_shape(name: str) -> dict[str, int]:
+    return nvrtc.defaults(name)
+
+
+def _shape(name: str) -> dict[str, int]:
+    own = _own_shape(name)
+    return {**own, **{key: value for key, value in trial_shape.items() if key in own}} if trial_shape else own
+
+
+@dataclass(frozen=True)
+class ExpertTables:
+    """Where one rank's experts of one layer lie on the GPU. Vectors are float16.
+
+    trellis: int64 [3, experts], addresses of gate, up and down tiles; k2: int32 [3, experts], twice the bits.
+    suh: [hidden] when gate and up of all experts share it, else [2, experts, hidden].
+    svh: [2, experts, width] of gate and up; down_suh: [experts, width]; down_svh: [experts, hidden].
+    weights: the tensors behind the addresses, kept alive.
+    """
+
+    codebook: str
+    trellis: torch.Tensor
+    k2: torch.Tensor
+    suh: torch.Tensor
+    svh: torch.Tensor
+    down_suh: torch.Tensor
+    down_svh: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
+    widest: int
+    paired: bool  # gate and up of every expert have the same width
+    all_widths: bool  # needs the kernels built for every width
+
+    @property
+    def experts(self) -> int:
+        return self.trellis.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Columns of gate and up on this rank."""
+        return self.svh.shape[2]
+
+    @property
+    def hidden(self) -> int:
+        return self.down_svh.shape[1]
+
+    @property
+    def shared_scale(self) -> bool:
+        return self.suh.dim() == 1
+
+    def module(self, name: str) -> driver.Module:
+        """The kernel file built for these tables."""
+        tried = {key: str(value) for key, value in _shape(name).items() if key in trial_shape}
+        return driver.load(name, {**codebook_macros(self.codebook), "WIDTHS": str(int(self.all_widths)), **tried})
+
+
+def expert_tables(
+    gate: Sequence[torch.Tensor],
+    up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    *,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    down_suh: torch.Tensor,
+    down_svh: torch.Tensor,
+    codebook: str,
+) -> ExpertTables:
+    """Tables from an expert's trellises each, int16 [k/16, n/16, 16 * bits] on the GPU (views of one buffer are fine).
+
+    Raises CheckpointError for sizes that the kernels cannot take.
+    """
+    matrices = (*gate, *up, *down)
+    hidden, width = down_svh.shape[1], svh.shape[2]
+    for name, size in (("hidden size", hidden), ("expert width", width)):
+        if size % BLOCK:
+            raise CheckpointError(f"the {name} is {size} on this rank; EXL3 experts need a multiple of {BLOCK}")
+    for index, matrix in enumerate(matrices):
+        shape = (width // 16, hidden // 16) if index >= 2 * len(gate) else (hidden // 16, width // 16)
+        if matrix.shape[:2] != shape or not matrix.is_contiguous() or matrix.data_ptr() % 16:
+            raise CheckpointError(
+                f"trellis {index} has shape {tuple(matrix.shape)}, address {matrix.data_ptr():#x}; "
+                f"expected {shape} tiles, contiguous, on a multiple of 16 bytes"
+            )
+    k2 = [matrix.shape[2] // 8 for matrix in matrices]
+    device, experts = matrices[0].device, len(gate)
+    return ExpertTables(
+        codebook=codebook,
+        trellis=torch.tensor([m.data_ptr() for m in matrices], dtype=torch.int64, device=device).view(3, experts),
+        k2=torch.tensor(k2, dtype=torch.int32, device=device).view(3, experts),
+        suh=suh,
+        svh=svh,
+        down_suh=down_suh,
+        down_svh=down_svh,
+        weights=matrices,
+        widest=max(k2),
+        paired=k2[:experts] == k2[experts : 2 * experts],
+        all_widths=not set(k2) <= {4, 6, 8},
+    )
+
+
+def parts_of(hidden: int) -> int:
+    """Runs that the inputs of gate and up are cut into, whose sums are added in order; by the shape alone."""
+    return next(parts for parts in (8, 6, 5, 4, 3, 2, 1) if hidden // BLOCK % parts == 0)
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch of `decode`, for windows of up to 16 rows; layers that run one after another can share it."""
+
+    rotated: torch.Tensor
+    listed: torch.Tensor
+    counts: torch.Tensor
+    sums: torch.Tensor
+    activated: torch.Tensor
+    results: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, rows: int, slots: int, experts: int, hidden: int, width: int, shared_scale: bool, device: torch.device
+    ) -> DecodeWorkspace:
+        """width: the largest of the layers that share this."""
+        picks = rows * slots
+        lines = rows if shared_scale else 2 * picks
+        distinct = min(experts, picks)
+        return cls(
+            rotated=torch.empty(lines, hidden, dtype=torch.float16, device=device),
+            listed=torch.empty(distinct, _LISTED_INTS, dtype=torch.int32, device=device),
+            counts=torch.empty(1 + rows, dtype=torch.int32, device=device),
+            sums=torch.empty(picks * 2 * parts_of(hidden) * width, dtype=torch.float32, device=device),
+            activated=torch.empty(picks * width, dtype=torch.float16, device=device),
+            results=torch.empty(picks, hidden, dtype=torch.float32, device=device),
+            counters=torch.zeros(
+                distinct * (width // BLOCK) + rows * (hidden // BLOCK), dtype=torch.int32, device=device
+            ),
+        )
+
+
+def decode(
+    tables: ExpertTables,
+    x: torch.Tensor,
+    picks: torch.Tensor,
+    weights: torch.Tensor,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    shared: torch.Tensor | None = None,
+) -> None:
+    """out float32 [rows, hidden] = experts of a window of 1 to 16 rows, weighted and summed in slot order.
+
+    x: bfloat16 [rows, hidden]; picks: int32 [rows, slots], a value >= experts means none, no expert twice in a row;
+    weights: float32 [rows, slots]. shared: float32 [rows, hidden], added last with weight 1.
+    """
+    rows, slots = picks.shape
+    if rows > DECODE_ROWS or rows * slots > _MAX_PICKS:
+        raise ValueError(
+            f"{rows} rows of {slots} picks; the decode kernels take {DECODE_ROWS} rows, {_MAX_PICKS} picks"
+        )
+    hidden, width, experts, parts = tables.hidden, tables.width, tables.experts, parts_of(tables.hidden)
+    w, name = workspace, "8" if rows <= 8 else "16"
+    distinct, valid = w.counts[:1], w.counts[1:]
+    listed_most = min(experts, rows * slots)
+    overlap = torch.cuda.get_device_capability(x.device)[0] >= 9
+    module, shape = tables.module("exl3_experts"), _shape("exl3_experts")
+    lines = rows if tables.shared_scale else 2 * rows * slots
+    suh = (tables.suh, None) if tables.shared_scale else (None, tables.suh)
+    module.kernel("experts_start")(
+        (1 + -(-lines * (hidden // BLOCK) // 8),),
+        256,
+        (x, picks, *suh, shared, w.rotated, out, w.listed, distinct, valid, rows, slots, experts, hidden),
+    )
+    ring = shape["STAGES"] * BLOCK * tables.widest  # bytes a warp
+    module.kernel(f"experts_gate_up_{name}")(
+        (2 * parts * (width // BLOCK), listed_most),
+        shape["GATE_UP_WARPS"] * 32,
+        (
+            *(tables.trellis, tables.k2, w.rotated, int(tables.shared_scale), tables.svh, tables.down_suh),
+            *(w.listed, distinct, w.sums, w.activated, w.counters, slots, experts, hidden, width, parts),
+        ),
+        shared=max(shape["GATE_UP_WARPS"] * ring, 4 * 8 * _SUMS_STRIDE),
+        overlap=overlap,
+    )
+    row_counters = w.counters[len(w.counters) - rows * (hidden // BLOCK) :]
+    module.kernel(f"experts_down_{name}")(
+        (hidden // BLOCK, listed_most),
+        shape["DOWN_WARPS"] * 32,
+        (
+            *(tables.trellis, tables.k2, w.activated, tables.down_svh, w.listed, distinct, picks, weights, shared),
+            *(valid, w.results, out, row_counters, slots, experts, hidden, width),
+        ),
+        shared=max(shape["DOWN_WARPS"] * ring, 4 * 8 * _SUMS_STRIDE),
+        overlap=overlap,
+    )
+
+
+@dataclass(frozen=True)
+class PromptWorkspace:
+    """Scratch of `prompt`; layers that run one after another can share it."""
+
+    rotated: torch.Tensor
+    members: torch.Tensor
+    counts: torch.Tensor
+    items: torch.Tensor
+    arrivals: torch.Tensor
+    activated: torch.Tensor
+    results: torch.Tensor
+    slab: int
+
+    @classmethod
+    def allocate(
+        cls, rows: int, slots: int, experts: int, hidden: int, width: int, fused: bool, device: torch.device
+    ) -> PromptWorkspace:
+        """width: the largest of the layers that share this. fused: every layer has one input scale and gate and up of
+        equal widths (`prompt` then needs no row a pick)."""
+        picks, slab = rows * slots, min(hidden, _PROMPT_SLAB)
+        return cls(
+            rotated=torch.empty(rows if fused else picks, hidden, dtype=torch.float16, device=device),
+            members=torch.empty(experts, rows, dtype=torch.int32, device=device),
+            counts=torch.empty(1 + experts, dtype=torch.int32, device=device),
+            items=torch.empty(experts + picks // _shape("exl3_prompt")["ROWS"], 4, dtype=torch.int32, device=device),
+            arrivals=torch.zeros(1, dtype=torch.int32, device=device),
+            activated=torch.empty(picks * width, dtype=torch.float16, device=device),
+            results=torch.empty(picks * max(slab, 0 if fused else 2 * width), dtype=torch.float32, device=device),
+            slab=slab,
+        )
+
+
+def prompt(
+    tables: ExpertTables,
+    x: torch.Tensor,
+    picks: torch.Tensor,
+    weights: torch.Tensor,
+    workspace: PromptWorkspace,
+    out: torch.Tensor,
+    shared: torch.Tensor | None = None,
+) -> None:
+    """As `decode`, for a prompt chunk of up to 4096 rows."""
+    rows, slots = picks.shape
+    if rows > PROMPT_ROWS:
+        raise ValueError(f"{rows} rows; the prompt kernels take {PROMPT_ROWS}")
+    hidden, width, experts, w = tables.hidden, tables.width, tables.experts, workspace
+    module, shape = tables.module("exl3_prompt"), _shape("exl3_prompt")
+    fused = tables.shared_scale and tables.paired
+    total, item_count = rows * slots, w.counts[experts:]
+    items_most = min(experts, total) + total // shape["ROWS"]
+    stage = shape["ROWS"] * BLOCK + 2 * 4 * BLOCK * tables.widest
+    shared_bytes = max(shape["PROMPT_STAGES"] * stage, 2 * 32 * _SUMS_STRIDE)
+
+    def linear(matrix: int, given: torch.Tensor, svh: torch.Tensor, to: torch.Tensor, start: int, span: int) -> None:
+        inputs, columns = (width, hidden) if matrix == 2 else (hidden, width)
+        module.kernel("prompt_linear")(
+            (-(-span // (2 * BLOCK)), items_most),
+            256,
+            (
+                *(tables.trellis, tables.k2, given, svh, w.members, w.items, item_count, to),
+                *(matrix, rows, experts, inputs, columns, start, span),
+            ),
+            shared=shared_bytes,
+        )
+
+    rotations = rows * (hidden // BLOCK) if fused else 0
+    module.kernel("prompt_start")(
+        (experts + -(-rotations // 8),),
+        256,
+        (
+            *(x, picks, tables.suh if fused else None, w.rotated, w.members, w.counts, w.items, item_count),
+            *(w.arrivals, rows, slots, experts, hidden),
+        ),
+    )
+    if fused:
+        module.kernel("prompt_gate_up")(
+            (width // BLOCK, items_most),
+            256,
+            (
+                *(tables.trellis, tables.k2, w.rotated, tables.svh, tables.down_suh, w.members, w.items, item_count),
+                *(w.activated, rows, slots, experts, hidden, width),
+            ),
+            shared=shared_bytes,
+        )
+    else:
+        for matrix in (0, 1):
+            suh = tables.suh if tables.shared_scale else tables.suh[matrix]
+            pitch = 0 if tables.shared_scale else hidden
+            module.kernel("prompt_rotate")(
+                (-(-total * (hidden // BLOCK) // 8),),
+                256,
+                (x, picks, suh, w.rotated, pitch, total, slots, experts, hidden),
+            )
+            linear(matrix, w.rotated, tables.svh[matrix], w.results[matrix * total * width :], 0, width)
+        module.kernel("prompt_swiglu")(
+            (-(-total * (width // BLOCK) // 8),),
+            256,
+            (w.results, picks, tables.down_suh, w.activated, total, experts, width),
+        )
+    for start in range(0, hidden, w.slab):
+        span = min(w.slab, hidden - start)
+        linear(2, w.activated, tables.down_svh, w.results, start, span)
+        module.kernel("prompt_combine")(
+            (-(-span // 1024), rows),
+            256,
+            (w.results, picks, weights, shared, out, slots, experts, hidden, start, span),
+        )
