@@ -14,7 +14,7 @@
 // Pieces are ordered [N / 16][K / 64]; N and K are padded to whole pieces. q4, q6, q8: value = bf16(scale * code + bias) with a
 // bf16 pair (scale, bias) for each row and 64 columns, [N / 16][K / 64][16]. tfglm/formats/groups.py packs all of these.
 #pragma once
-#include "ptx.cuh"
+#include "narrow.cuh"
 
 #ifndef WEIGHT
 #define WEIGHT 0
@@ -59,21 +59,11 @@ constexpr u32 BF16_MINUS_128 = 0xc300c300u;
 constexpr u32 BF16_ONE = 0x3f803f80u;
 constexpr u32 BF16_MINUS_ONE = 0xbf80bf80u;
 
-__device__ __forceinline__ u32 both_halves(u32 low) { return __byte_perm(low, 0, 0x1010); }
-__device__ __forceinline__ u32 both_highs(u32 high) { return __byte_perm(high, 0, 0x3232); }
-
 #if WEIGHT == 2 || WEIGHT == 3
 // Two codes below 128 (one in each half) to scale * code + bias.
 __device__ __forceinline__ u32 small_codes(u32 pair, u32 scale2, u32 bias2) {
     const u32 code = bf16_fma2(pair | BF16_128, BF16_ONE, BF16_MINUS_128);
     return bf16_fma2(code, scale2, bias2);
-}
-#endif
-
-#if WEIGHT == 1
-// Two e4m3 codes to their values: as bfloat16 bits they are right but for the exponent's bias, 2^120.
-__device__ __forceinline__ u32 e4m3_pair(u32 pair) {
-    return bf16_mul2(((pair & 0x00800080u) << 8) | ((pair & 0x007f007fu) << 4), 0x7b807b80u);
 }
 #endif
 

@@ -1,0 +1,111 @@
+"""Launches of kernels/indexer.cu: which cached tokens each row of a window attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tfglm.cache.pages import PAGE
+from tfglm.formats.latent import KvFormat
+from tfglm.ops import driver
+from tfglm.ops.base import Selection, Window
+
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Uninitialised memory on the device."""
+
+_ROWS = 8  # of the window, a block of index_scores
+_CANDIDATES = 16384  # a block of select_*
+_SCORE_BYTES = 64 << 20
+"""Prompts are scored and ranked in pieces of rows whose scores take about this much memory."""
+
+_BLOCKS = 1024  # of index_scores, about: enough for every multiprocessor, few enough to reuse the staged queries
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Consecutive rows of a window."""
+
+    queries: torch.Tensor
+    head_weights: torch.Tensor
+    positions: torch.Tensor
+    stream_of: torch.Tensor
+    slots: torch.Tensor
+    counts: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.queries.shape[0]
+
+    def part(self, start: int, stop: int) -> _Rows:
+        return _Rows(*(tensor[start:stop] for tensor in vars(self).values()))
+
+
+def select(
+    queries: torch.Tensor, head_weights: torch.Tensor, window: Window, plane: torch.Tensor, kv: KvFormat,
+    count: int, context: int, empty: Empty,
+) -> Selection:  # fmt: skip
+    """The `count` best tokens of each row: slots int32 [R, count], valid up to counts int32 [R].
+
+    queries [R, heads, width] bfloat16, rotated; head_weights [R, heads] bfloat16; rows may be strided. plane: the layer's
+    index keys. context: at least the tokens visible to any row; a graph serves every window up to its own.
+    count: a multiple of 4, at most 4096.
+    """
+    rows, heads, width = queries.shape
+    selection = Selection(empty((rows, count), torch.int32), empty((rows,), torch.int32))
+    module = driver.load("indexer", {"HEADS": str(heads), "WIDTH": str(width), "KEYS": str(int(kv is KvFormat.FP4X))})
+    whole = _Rows(queries, head_weights, window.positions, window.stream_of, selection.slots, selection.counts)
+    if context <= count:
+        _rank(module, whole, window.pages, [1], count, None, [])
+        return selection
+    stride = -(-context // PAGE) * PAGE
+    piece = min(rows, max(_ROWS, _SCORE_BYTES // (4 * stride) // _ROWS * _ROWS))
+    scores = empty((piece, stride), torch.float32)
+    parts = _parts(context, count)
+    levels = [(empty((piece, n * count), torch.int32), empty((piece, n * count), torch.int32)) for n in parts[:-1]]
+    for start in range(0, rows, piece):
+        part = whole.part(start, min(start + piece, rows))
+        _score(module, part, window.pages, plane, scores, count)
+        _rank(module, part, window.pages, parts, count, scores, levels)
+    return selection
+
+
+def _parts(context: int, count: int) -> list[int]:
+    """Blocks a row at each level of the selection, down to one."""
+    parts = [-(-context // _CANDIDATES)]
+    while parts[-1] > 1:
+        parts.append(-(-parts[-1] * count // _CANDIDATES))
+    return parts
+
+
+def _score(
+    module: driver.Module, rows: _Rows, pages: torch.Tensor, plane: torch.Tensor, scores: torch.Tensor, count: int
+) -> None:
+    _, heads, width = rows.queries.shape
+    tiles = -(-len(rows) // _ROWS)
+    grid = (min(scores.shape[1] // PAGE, max(1, _BLOCKS // tiles)), tiles)
+    query_bytes = heads * -(-width // 64) * 128
+    arguments = (
+        rows.queries, rows.queries.stride(0), rows.head_weights, rows.head_weights.stride(0), rows.positions,
+        rows.stream_of, pages, pages.shape[1], plane, scores, scores.shape[1], len(rows), count,
+    )  # fmt: skip
+    module.kernel("index_scores")(grid, 256, arguments, shared=min(len(rows), _ROWS) * query_bytes)
+
+
+def _rank(
+    module: driver.Module, rows: _Rows, pages: torch.Tensor, parts: list[int], count: int,
+    scores: torch.Tensor | None, levels: list[tuple[torch.Tensor, torch.Tensor]],
+) -> None:  # fmt: skip
+    for level, blocks in enumerate(parts):
+        first, last = level == 0, level == len(parts) - 1
+        name = (
+            "select_only" if first and last else "select_first" if first else "select_last" if last else "select_middle"
+        )
+        below = (None, None, 0) if first else (*levels[level - 1], parts[level - 1])
+        above = (None, None) if last else levels[level]
+        stride = 0 if scores is None else scores.shape[1]
+        arguments = (
+            scores, stride, *below, *above, rows.positions, rows.stream_of, pages, pages.shape[1], rows.slots,
+            rows.counts, count,
+        )  # fmt: skip
+        module.kernel(name)((blocks, len(rows)), 1024, arguments)
