@@ -24,9 +24,8 @@ def select(
     q_latent [R, q_lora_rank]: the normalised query latent. Keys are cached even where a row attends to everything
     before it, because later rows will score them.
     """
-    width, rotary = config.index_head_dim, config.qk_rope_head_dim
+    width = config.index_head_dim
     key_and_heads = ops.linear(x, weights.key_and_heads)
     ops.write_index_key(key_and_heads[:, :width], weights.key_norm, weights.key_norm_bias, rope, window, plane)
     queries = ops.linear(q_latent, weights.wq_b).unflatten(1, (config.index_n_heads, width))
-    queries = torch.cat([ops.rotate(queries[..., :rotary], rope), queries[..., rotary:]], dim=-1)
-    return ops.select(queries, key_and_heads[:, width:], window, plane, config.index_topk)
+    return ops.select(ops.rotate(queries, rope), key_and_heads[:, width:], window, plane, config.index_topk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.ops.reference import list_width
-from tfglm.ops.rows import TILE, Shapes
+from tfglm.ops.rows import MIN_COLUMNS, Shapes
 
 
 def shapes_of(config: ModelConfig) -> Shapes:
@@ -24,17 +24,17 @@ def shapes_of(config: ModelConfig) -> Shapes:
     inners = {config.moe_intermediate_size, config.moe_intermediate_size * config.n_shared_experts}
     for inner in inners | ({config.intermediate_size} if "dense" in config.mlp_layer_types else set()):
         linears |= {(hidden, 2 * inner), (inner, hidden)}
-    widths, width = set(), TILE
+    widths, width = set(), MIN_COLUMNS
     while width < list_width(config.index_topk):
         widths.add(width)
         width *= 2
     widths.add(width)
-    batches = {(index_heads, index_width, PAGE), (1, index_heads, PAGE)}
-    for width in widths:
-        batches |= {(heads, latent, width), (heads, rotary, width), (heads, width, latent)}
     return Shapes(
         linears=frozenset(linears),
-        heads=frozenset({(heads, nope, latent), (heads, latent, value)}),
-        batches=frozenset(batches),
+        experts=frozenset({(hidden, 2 * config.moe_intermediate_size), (config.moe_intermediate_size, hidden)}),
+        groups=frozenset({(heads, nope, latent), (heads, latent, value)}),
+        scores=frozenset({(heads, inner, width) for width in widths for inner in (latent, rotary)}),
+        sums=frozenset({(heads, width, latent) for width in widths} | {(1, index_heads, PAGE)}),
+        shared=frozenset({(index_heads, index_width, PAGE)}),
         widths=frozenset(widths | {hidden, config.q_lora_rank, latent, index_width, config.n_routed_experts}),
     )

@@ -87,7 +87,7 @@ def load_weights(config: ModelConfig, source: Source) -> ModelWeights:
     return ModelWeights(
         embed=source("model.embed_tokens.weight"),
         layers=tuple(_layer(config, source, layer) for layer in range(config.num_hidden_layers)),
-        norm=source("model.norm.weight"),
+        norm=_vector(source, "model.norm.weight"),
         head=source("lm_head.weight"),
     )
 
@@ -95,9 +95,9 @@ def load_weights(config: ModelConfig, source: Source) -> ModelWeights:
 def _layer(config: ModelConfig, source: Source, layer: int) -> LayerWeights:
     prefix = layer_prefix(layer)
     return LayerWeights(
-        attention_norm=source(f"{prefix}.input_layernorm.weight"),
+        attention_norm=_vector(source, f"{prefix}.input_layernorm.weight"),
         attention=_attention(config, source, f"{prefix}.self_attn", config.indexer_types[layer] == "full"),
-        ffn_norm=source(f"{prefix}.post_attention_layernorm.weight"),
+        ffn_norm=_vector(source, f"{prefix}.post_attention_layernorm.weight"),
         ffn=_moe(config, source, f"{prefix}.mlp")
         if config.mlp_layer_types[layer] == "sparse"
         else _mlp(source, f"{prefix}.mlp"),
@@ -109,9 +109,9 @@ def _attention(config: ModelConfig, source: Source, prefix: str, full: bool) -> 
     key_up, value_up = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
     return AttentionWeights(
         a_proj=_stack(source, f"{prefix}.q_a_proj.weight", f"{prefix}.kv_a_proj_with_mqa.weight"),
-        q_norm=source(f"{prefix}.q_a_layernorm.weight"),
+        q_norm=_vector(source, f"{prefix}.q_a_layernorm.weight"),
         q_b_proj=source(f"{prefix}.q_b_proj.weight"),
-        latent_norm=source(f"{prefix}.kv_a_layernorm.weight"),
+        latent_norm=_vector(source, f"{prefix}.kv_a_layernorm.weight"),
         key_up=key_up.contiguous(),
         value_up=value_up.contiguous(),
         o_proj=source(f"{prefix}.o_proj.weight"),
@@ -123,8 +123,8 @@ def _indexer(source: Source, prefix: str) -> IndexerWeights:
     return IndexerWeights(
         wq_b=source(f"{prefix}.wq_b.weight"),
         key_and_heads=_stack(source, f"{prefix}.wk.weight", f"{prefix}.weights_proj.weight"),
-        key_norm=source(f"{prefix}.k_norm.weight"),
-        key_norm_bias=source(f"{prefix}.k_norm.bias"),
+        key_norm=_vector(source, f"{prefix}.k_norm.weight"),
+        key_norm_bias=_vector(source, f"{prefix}.k_norm.bias"),
     )
 
 
@@ -138,7 +138,7 @@ def _mlp(source: Source, prefix: str) -> MlpWeights:
 def _moe(config: ModelConfig, source: Source, prefix: str) -> MoeWeights:
     return MoeWeights(
         gate=source(f"{prefix}.gate.weight"),
-        correction=source(f"{prefix}.gate.e_score_correction_bias"),
+        correction=_vector(source, f"{prefix}.gate.e_score_correction_bias"),
         experts=_experts(config, source, f"{prefix}.experts"),
         shared=_mlp(source, f"{prefix}.shared_experts"),
     )
@@ -162,3 +162,8 @@ def _experts(config: ModelConfig, source: Source, prefix: str) -> Experts:
 
 def _stack(source: Source, first: str, second: str) -> torch.Tensor:
     return torch.cat([source(first), source(second)])
+
+
+def _vector(source: Source, name: str) -> torch.Tensor:
+    """Vectors are float32: widening them in every forward would cost more than the bytes they take."""
+    return source(name).float()

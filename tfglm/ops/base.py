@@ -94,7 +94,8 @@ class Ops(Protocol):
         ...
 
     def rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """x [R, ..., D] whose adjacent pairs (x[2i], x[2i+1]) are rotated; the results are laid out as halves."""
+        """x [R, ..., width]: the adjacent pairs (x[2i], x[2i+1]) of its first D values rotated, the results laid out as
+        halves; the other values as they are."""
         ...
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from tfglm.checkpoint.config import INDEXER_LAYER_NORM_EPS, ModelConfig
 from tfglm.ops import order
 from tfglm.ops.base import Experts, Rope, Routing, Selection, Window
-from tfglm.ops.rows import TILE, Rows
+from tfglm.ops.rows import MIN_COLUMNS, TILE, Rows
 
 _PIECE_ELEMENTS = 1 << 22
 """Rows are attended and scored in pieces whose gathered cache rows or scores have about this many elements."""
@@ -29,14 +29,15 @@ class ReferenceOps:
     def rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         shape = (x.shape[0], *[1] * (x.dim() - 2), -1)
         cos, sin = rope.cos.view(shape), rope.sin.view(shape)
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+        rotary = 2 * cos.shape[-1]
+        even, odd = x[..., 0:rotary:2], x[..., 1:rotary:2]
+        return torch.cat([even * cos - odd * sin, odd * cos + even * sin, x[..., rotary:]], dim=-1)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.rows.linear(x, weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return weight.float() * (x * torch.rsqrt(self.rows.mean_square(x) + eps))
+        return self.rows.rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, eps: float
@@ -59,12 +60,8 @@ class ReferenceOps:
     def write_index_key(
         self, key: torch.Tensor, norm: torch.Tensor, bias: torch.Tensor, rope: Rope, window: Window, plane: torch.Tensor
     ) -> None:
-        key = self.rows.layer_norm(key, norm.float(), bias.float(), INDEXER_LAYER_NORM_EPS)
-        _write(plane, window.slots, self.rotate_first(key, rope))
-
-    def rotate_first(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        width = 2 * rope.cos.shape[1]
-        return torch.cat([self.rotate(x[..., :width], rope), x[..., width:]], dim=-1)
+        key = self.rows.layer_norm(key, norm, bias, INDEXER_LAYER_NORM_EPS)
+        _write(plane, window.slots, self.rotate(key, rope))
 
     def select(
         self, queries: torch.Tensor, head_weights: torch.Tensor, window: Window, plane: torch.Tensor, count: int
@@ -100,7 +97,7 @@ class ReferenceOps:
         return torch.cat(tiles, dim=1)
 
     def absorb(self, queries: torch.Tensor, key_up: torch.Tensor) -> torch.Tensor:
-        return self.rows.per_head(queries, key_up)
+        return self.rows.grouped(queries, key_up.transpose(1, 2))
 
     def attend(
         self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
@@ -125,7 +122,7 @@ class ReferenceOps:
         return out
 
     def expand(self, attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:
-        return self.rows.per_head(attended, value_up.transpose(1, 2)).flatten(1)
+        return self.rows.grouped(attended, value_up).flatten(1)
 
     def route(self, x: torch.Tensor, gate: torch.Tensor, correction: torch.Tensor, config: ModelConfig) -> Routing:
         scores = self.rows.sigmoid(self.rows.linear(x, gate))
@@ -143,6 +140,26 @@ class ReferenceOps:
         return Routing(experts, weights * config.routed_scaling_factor)
 
     def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        few = x.shape[0] <= TILE and not self.rows.alone
+        outputs = self._few_rows(x, routing, experts) if few else self._many_rows(x, routing, experts)
+        weighted = outputs * routing.weights[:, :, None]
+        total = weighted[:, 0]
+        for pick in range(1, weighted.shape[1]):
+            total = total + weighted[:, pick]
+        return total
+
+    def _few_rows(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        """Every row through every expert that any row chose, [R, k, hidden]: a tile costs the same full or not."""
+        chosen, place = routing.experts.unique(return_inverse=True)
+        piece = max(1, _PIECE_ELEMENTS // experts.gate_up[0].numel())
+        outputs = []
+        for part in chosen.split(piece):
+            hidden = self.rows.grouped(x[:, None].expand(-1, len(part), -1), experts.gate_up.index_select(0, part))
+            outputs.append(self.rows.grouped(self.swiglu(hidden), experts.down.index_select(0, part)))
+        return torch.cat(outputs, dim=1)[torch.arange(x.shape[0])[:, None], place]
+
+    def _many_rows(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+        """Each expert over the rows that chose it: [R, k, hidden]."""
         picks = routing.experts.shape[1]
         by_expert = routing.experts.flatten().argsort(stable=True)  # (row, pick) pairs as row * picks + pick
         counts = routing.experts.flatten().bincount(minlength=experts.gate_up.shape[0])
@@ -151,16 +168,12 @@ class ReferenceOps:
             if len(pairs):
                 hidden = self.swiglu(self.linear(x[pairs // picks], experts.gate_up[expert]))
                 outputs[pairs] = self.linear(hidden, experts.down[expert])
-        weighted = outputs.unflatten(0, (-1, picks)) * routing.weights[:, :, None]
-        total = weighted[:, 0]
-        for pick in range(1, picks):
-            total = total + weighted[:, pick]
-        return total
+        return outputs.unflatten(0, (-1, picks))
 
 
 def list_width(count: int) -> int:
     """The width to which a list of `count` tokens is padded: a power of two, so that there are few."""
-    return max(TILE, 1 << (count - 1).bit_length())
+    return max(MIN_COLUMNS, 1 << (count - 1).bit_length())
 
 
 def _padded(slots: torch.Tensor, width: int) -> torch.Tensor:
