@@ -46,7 +46,8 @@ def finished(
 class FakeEngine:
     """Plays `script` for every request, each on a thread of its own; an entry is an event or a pause.
 
-    A float pauses; a threading.Event is waited for; cancel ends any pause and the reply.
+    A float pauses; a threading.Event is waited for; cancel ends any pause and the reply. Requests whose ids are in
+    `quick` end at once.
     """
 
     script: list[Event | float | threading.Event] = field(default_factory=lambda: [Started(1.0), finished()])
@@ -56,6 +57,7 @@ class FakeEngine:
     live: int = 0
     state: Any = "ready"
     generation_tokens: int = 0
+    quick: set[str] = field(default_factory=set)
 
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
         if self.refuse is not None:
@@ -70,7 +72,7 @@ class FakeEngine:
     def _play(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
         cancelled = self.cancelled[request.id]
         try:
-            for step in self.script:
+            for step in [finished()] if request.id in self.quick else self.script:
                 if isinstance(step, float):
                     cancelled.wait(step)
                 elif isinstance(step, threading.Event):

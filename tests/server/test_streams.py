@@ -115,13 +115,6 @@ async def test_many_streams_at_once(make_api):
         assert "".join(texts) == "".join(f"{i} " for i in range(20))
 
 
-async def test_events_of_one_batch_arrive_in_one_write(make_api, gate):
-    """Deltas that wait together are written together: a slow moment of the server costs one write, not many."""
-    api = await make_api([Delta("answer", "a", (300,)), Delta("answer", "b", (301,)), finished()])
-    lines = await api.chat_stream()
-    assert [json.loads(line[6:])["choices"][0]["delta"] for line in lines[1:3]] == [{"content": "a"}, {"content": "b"}]
-
-
 async def test_what_the_drain_ends_is_told(make_api, gate):
     api = await make_api([Started(1.0), Delta("answer", "x", (300,)), gate, finished()])
     whole = asyncio.ensure_future(api.chat())

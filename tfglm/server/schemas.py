@@ -79,7 +79,7 @@ class ReplyFields(Body):
     top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
     top_k: Int | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Real, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] | None = None
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Real, Field(ge=-100, le=100)]] | None = None
