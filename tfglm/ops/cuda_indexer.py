@@ -47,8 +47,8 @@ def select(
 ) -> Selection:  # fmt: skip
     """The `count` best tokens of each row: slots int32 [R, count], valid up to counts int32 [R].
 
-    queries [R, heads, width] bfloat16, rotated; head_weights [R, heads] bfloat16; rows may be strided. plane: the layer's
-    index keys. context: at least the tokens visible to any row; a graph serves every window up to its own.
+    queries [R, heads, width] bfloat16, rotated; head_weights [R, heads] bfloat16; rows may be strided. plane: the
+    layer's index keys. context: at least the tokens visible to any row; a graph serves every window up to its own.
     count: a multiple of 4, at most 4096.
     """
     rows, heads, width = queries.shape
