@@ -23,7 +23,9 @@ from tfglm.engine.api import (
     Started,
     TokenLogprob,
 )
+from tfglm.engine.drafting import Drafting
 from tfglm.engine.engine import Engine
+from tfglm.engine.reply import Reply
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.settings import Settings
 
@@ -80,7 +82,7 @@ class Receiver:
     def outcome(self) -> tuple[Any, ...]:
         """All of a reply that must not depend on what ran beside it."""
         end = self.finished
-        usage = replace(end.usage, drafted_tokens=0, accepted_tokens=0)
+        usage = replace(end.usage, drafted_tokens=0, accepted_tokens=0, drafts=())
         prompt = [event.entries for event in self.events if isinstance(event, PromptLogprobs)]
         texts = (self.text("reasoning"), self.text("answer"))
         return self.ids, texts, self.logprobs, prompt, end.reason, end.stop_reason, usage
@@ -105,14 +107,33 @@ def request(
     return GenerationRequest(id=id, prompt=ids, sampling=sampling, max_tokens=max_tokens, **fields)
 
 
+class Proposing(Drafting):
+    """Drafts by a function of reply and limit, all of them verified."""
+
+    def __init__(self, propose: Callable[[Reply, int], Sequence[int]]) -> None:
+        super().__init__()
+        self._guesses = propose
+
+    def propose(self, replies: Sequence[Reply]) -> list[Sequence[int]]:
+        return [
+            list(self._guesses(reply, reply.room - 1))[: reply.room - 1]
+            if reply.request.draft and reply.room > 1
+            else []
+            for reply in replies
+        ]
+
+
 @contextmanager
 def running(
-    model: FakeModel | None = None, *, propose: Callable[..., Sequence[int]] | None = None, **settings: Any
+    model: FakeModel | None = None,
+    *,
+    drafting: Drafting | None = None,
+    eos: Sequence[int] = EOS,
+    **settings: Any,
 ) -> Iterator[Engine]:
     """A started engine; after the test it must be idle, with its thread gone and every page given back."""
     model = model or FakeModel(TOKENIZER.vocab_size + 12)
-    extra = {} if propose is None else {"propose": propose}
-    engine = Engine(model, TOKENIZER, Settings(**settings), EOS, **extra)
+    engine = Engine(model, TOKENIZER, Settings(**settings), eos, drafting)
     engine.start()
     try:
         yield engine

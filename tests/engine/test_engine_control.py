@@ -216,12 +216,14 @@ def test_prompt_chunks_and_rounds_take_turns() -> None:
 
 def test_two_prompts_are_read_in_turns(gate: Gate) -> None:
     """A short prompt behind a long one is answered while the long one is still being read."""
+    slow, read = Receiver(), []
     with running(gated(gate), prefill_rows=16) as engine:
-        slow = ask(engine, request("slow", [1] * 1000, max_tokens=1))
-        quick = ask(engine, request("quick", [2] * 20, max_tokens=1))
+        engine.submit(request("slow", [1] * 1000, max_tokens=1), slow)
+        gate.wait()
+        engine.submit(request("quick", [2] * 20, max_tokens=1), lambda event: read.append(len(slow.events)))
         gate.open()
-        assert quick.finished and slow.finished
-    assert len([e for e in slow.events if isinstance(e, Progress)]) == 63
+        assert slow.finished and len(slow.events) == 1 + 63 + 2
+    assert 1 <= max(read) <= 6
 
 
 def test_a_receiver_that_raises_ends_its_request_alone() -> None:
@@ -232,12 +234,14 @@ def test_a_receiver_that_raises_ends_its_request_alone() -> None:
         if isinstance(event, Delta):
             raise RuntimeError("the client is gone")
 
-    with running() as engine:
+    model = FakeModel(COLUMNS)
+    with running(model) as engine:
         good = ask(engine, long("good"))
         engine.submit(long("bad"), broken)
         assert good.outcome() == alone(long("good")).outcome()
         assert ask(engine, request("next")).finished
     assert [type(event).__name__ for event in seen] == ["Started", "Progress", "Delta"]
+    assert not any(len(window) > 1 for window in model.windows), "it ended after its first token"
 
 
 @pytest.mark.parametrize("kind", [Started, Progress, Finished])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_model import FakeModel
-from harness import EOS, LIMIT, TOKENIZER, Receiver, alone, ask, in_order, request, running
+from harness import EOS, LIMIT, TOKENIZER, Proposing, Receiver, alone, ask, in_order, request, running
 
 from tfglm.cache.pages import PAGE
 from tfglm.engine.api import GenerationRequest
@@ -116,7 +116,7 @@ def test_drafts_never_change_a_reply(kind: str) -> None:
     serial = expected(wanted)
     propose = proposers({one.id: outcome[0] for one, outcome in zip(wanted, serial, strict=True)})[kind]
     model = FakeModel(COLUMNS)
-    with running(model, propose=propose, parallel=8) as engine:
+    with running(model, drafting=Proposing(propose), parallel=8) as engine:
         receivers = [ask(engine, one) for one in wanted]
         assert [receiver.outcome() for receiver in receivers] == serial
         snapshot = engine.snapshot()
@@ -133,7 +133,7 @@ def test_drafts_never_change_a_reply(kind: str) -> None:
 def test_a_perfect_drafter_needs_one_round() -> None:
     wanted = request(max_tokens=20, ignore_eos=True)
     ids = alone(wanted).ids
-    with running(propose=lambda reply, limit: ids[len(reply.tokens) :][:limit]) as engine:
+    with running(drafting=Proposing(lambda reply, limit: ids[len(reply.tokens) :][:limit])) as engine:
         receiver = ask(engine, wanted)
         usage, rounds = receiver.finished.usage, engine.snapshot().rounds
     assert receiver.ids == ids and rounds == 1
@@ -147,7 +147,7 @@ def test_draft_false_is_never_drafted() -> None:
         asked.append(limit)
         return [1, 2, 3]
 
-    with running(propose=propose) as engine:
+    with running(drafting=Proposing(propose)) as engine:
         receiver = ask(engine, replace(request(max_tokens=5, ignore_eos=True), draft=False))
         assert receiver.finished.usage.drafted_tokens == 0 and not asked
         receiver = ask(engine, request(max_tokens=5, ignore_eos=True))

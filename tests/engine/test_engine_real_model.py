@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LIMIT, Receiver, ask, in_order
+from harness import LIMIT, Proposing, Receiver, ask, in_order
 
 from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.engine.api import GenerationRequest, SamplingParams
+from tfglm.engine.drafting import Drafting
 from tfglm.engine.engine import Engine
 from tfglm.engine.reply import Reply
-from tfglm.engine.round import Propose, no_drafts
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.models.glm53 import Glm53, load_model
 from tfglm.settings import Settings
@@ -68,12 +68,12 @@ def replies(
     model: Glm53,
     tokenizer: Tokenizer,
     requests: Sequence[GenerationRequest],
-    propose: Propose = no_drafts,
+    drafting: Drafting | None = None,
     **settings: int,
 ) -> list[tuple[Any, ...]]:
     """Everything about the replies of requests that are submitted at once. Logprobs are compared bit for bit."""
     free = model.tokens_free
-    engine = Engine(model, tokenizer, Settings(context=CONTEXT, **settings), [0], propose)
+    engine = Engine(model, tokenizer, Settings(context=CONTEXT, **settings), [0], drafting)
     engine.start()
     receivers: list[Receiver] = [ask(engine, one) for one in requests]
     outcomes = [receiver.outcome() for receiver in receivers]
@@ -123,7 +123,7 @@ def test_drafts_right_and_wrong_change_no_bit(
             drafts[len(reply.tokens) % len(drafts)] = 1
         return drafts
 
-    assert replies(model, tokenizer, requests, propose=mostly_right) == alone
+    assert replies(model, tokenizer, requests, drafting=Proposing(mostly_right)) == alone
 
 
 def test_a_repeated_prompt_reads_the_same_probabilities(model: Glm53, tokenizer: Tokenizer) -> None:

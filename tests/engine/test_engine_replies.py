@@ -109,6 +109,15 @@ def test_ignore_eos_goes_on_and_still_prints_nothing() -> None:
     assert greedy(reply, max_tokens=4, ignore_eos=True) == (reply, "ab", "length", None)
 
 
+def test_an_eos_that_the_tokenizer_calls_ordinary_prints_nothing() -> None:
+    reply, [eos] = spoken("a|b|a"), spoken("b")
+    wanted = request(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with running(scripted(reply, wanted.prompt), eos=[eos]) as engine:
+        receiver = ask(engine, wanted)
+        assert receiver.finished
+    assert (receiver.ids, receiver.text()) == (reply, "aa")
+
+
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
 def test_a_stop_token_id_ends_the_reply_even_with_ignore_eos(include: bool, text: str) -> None:
     reply, [stop] = spoken("a|b|c"), spoken("b")
@@ -238,6 +247,14 @@ def test_prompt_logprobs(length: int, max_tokens: int) -> None:
     for n, entry in enumerate(told.entries[1:], start=1):
         assert entry is not None and same(entry, expected_logprob(prompt[:n], prompt[n], 2))
     assert len(receiver.ids) == max_tokens and receiver.finished.reason == "length"
+
+
+def test_prompt_logprobs_of_a_long_prompt_come_in_small_windows() -> None:
+    model = FakeModel(COLUMNS)
+    with running(model, prefill_rows=256) as engine:
+        assert ask(engine, request(prompt=[1] * 150, max_tokens=0, prompt_logprobs=0)).finished
+        assert ask(engine, request(prompt=[1] * 150, max_tokens=1)).finished
+    assert model.windows == [[(64, 64)], [(64, 64)], [(22, 22)], [(150, 1)]]
 
 
 def test_a_request_that_does_not_fit_the_window_names_both_numbers() -> None:
