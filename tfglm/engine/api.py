@@ -74,6 +74,19 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class DraftCount:
+    """Drafts of one source ("mtp", "copy-prompt", ...) that were verified, and those of them that were right.
+
+    slot: the place in the draft that is counted, from 0; None for all of them together.
+    """
+
+    source: str
+    drafted: int
+    accepted: int
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int
@@ -81,6 +94,8 @@ class Usage:
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: tuple[DraftCount, ...] = ()
+    """Of this reply, by source."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +208,8 @@ class Snapshot:
     rounds: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: tuple[DraftCount, ...] = ()
+    """By source and slot."""
 
 
 class EnginePort(Protocol):

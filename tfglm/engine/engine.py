@@ -16,9 +16,10 @@ from tfglm.engine.api import (
     NotServingError,
     Snapshot,
 )
+from tfglm.engine.drafting import Drafting
 from tfglm.engine.model import Model
 from tfglm.engine.reply import Reply
-from tfglm.engine.round import Propose, decode, no_drafts, read_chunk
+from tfglm.engine.round import decode, read_chunk
 from tfglm.engine.scheduler import Plan, Scheduler
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.errors import TfglmError
@@ -44,15 +45,16 @@ class Engine:
         tokenizer: Tokenizer,
         settings: Settings,
         eos_token_ids: Collection[int],
-        propose: Propose = no_drafts,
+        drafting: Drafting | None = None,
     ) -> None:
-        """The window of one request is settings.context, or all that the model's cache holds if that is 0."""
+        """The window of one request is settings.context, or all that the model's cache holds if that is 0. Without
+        `drafting` every round gives one token."""
         pages = model.tokens_total // PAGE
         assistant = tokenizer.id_of(ASSISTANT)
         self._model = model
         self._tokenizer = tokenizer
         self._settings = settings
-        self._propose = propose
+        self._drafting = drafting or Drafting()
         self._eos = frozenset(eos_token_ids) | (frozenset() if assistant is None else {assistant})
         self._capacity = pages * PAGE
         self._context = min(settings.context or self._capacity, self._capacity)
@@ -150,6 +152,7 @@ class Engine:
             rounds=self._rounds,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
+            drafts=self._drafting.counts,
         )
 
     def _run(self) -> None:
@@ -186,6 +189,7 @@ class Engine:
     def _admit(self, reply: Reply) -> None:
         try:
             reply.start(self._model.open_stream())
+            self._drafting.start(reply)
         except Exception as error:
             log.exception("request %s: no stream could be opened", reply.request.id)
             reply.fail(*_told(error))
@@ -199,9 +203,10 @@ class Engine:
         before = [(len(reply.tokens), reply.drafted, reply.accepted) for reply in replies]
         try:
             if plan.prompt is not None:
-                self._iteration_tokens += read_chunk(self._model, plan.prompt, self._settings.prefill_rows)
+                rows = self._settings.prefill_rows
+                self._iteration_tokens += read_chunk(self._model, plan.prompt, rows, self._drafting)
             else:
-                self._iteration_tokens += decode(self._model, replies, self._propose)
+                self._iteration_tokens += decode(self._model, replies, self._drafting)
                 self._rounds += 1
         except Exception as error:
             log.exception("a forward pass failed; it ends %s", ", ".join(reply.request.id for reply in replies))
@@ -232,6 +237,7 @@ class Engine:
         try:
             if reply.stream is not None:
                 reply.stream.close()
+            self._drafting.close(reply)
         finally:
             reply.close()
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from tfglm.cache.pages import Stream
+from tfglm.models.taps import Passed, Taps
 from tfglm.models.window import Rows
 
 
@@ -28,3 +29,12 @@ class Model(Protocol):
     def forward(self, window: Sequence[Rows]) -> torch.Tensor:
         """Append every entry's tokens to its stream; float32 [sum of want, vocabulary or more], in window order."""
         ...
+
+    def forward_tapped(self, window: Sequence[Rows], taps: Taps) -> Passed:
+        """`forward` that also hands out what drafters read. Called only when they read something."""
+        ...
+
+
+def run(model: Model, window: Sequence[Rows], taps: Taps) -> Passed:
+    """The window through the model, with what `taps` asks for if it asks for anything."""
+    return model.forward_tapped(window, taps) if taps else Passed(model.forward(window), None, {})

@@ -16,6 +16,7 @@ from tfglm.cache.pages import Stream, pages_for
 from tfglm.engine.api import (
     Channel,
     Delta,
+    DraftCount,
     Event,
     Failed,
     Finished,
@@ -28,6 +29,7 @@ from tfglm.engine.api import (
     TokenLogprob,
     Usage,
 )
+from tfglm.engine.guess import Guess
 from tfglm.engine.noise import derived_seed
 from tfglm.engine.sampler import TokenCounts, choose, has_penalties, token_logprob
 from tfglm.engine.text import ReplyText
@@ -64,6 +66,7 @@ class Reply:
         self.failure: tuple[str, str] | None = None
         self.drafted = 0
         self.accepted = 0
+        self.draft_counts: tuple[DraftCount, ...] = ()
         self._on_event = on_event
         self._deaf = False
         self._vocab_size = tokenizer.vocab_size
@@ -150,6 +153,20 @@ class Reply:
         self._append(token, logprob)
         return token
 
+    def guess(self, noise: float) -> Guess:
+        """How the tokens after the last one will be drawn, for drafters; noise: weight of the target's own."""
+        request, count = self.request, len(self.tokens)
+        return Guess(
+            request.sampling,
+            seed=self._seed,
+            position=len(request.prompt) + count,
+            vocab_size=self._vocab_size,
+            counts=self._counts,
+            noise=noise,
+            masked=self._ends,
+            unmasked=request.min_tokens - count,
+        )
+
     def _append(self, token: int, logprob: TokenLogprob | None) -> None:
         request = self.request
         self.tokens.append(token)
@@ -205,6 +222,7 @@ class Reply:
             reasoning_tokens=self._reasoning_tokens,
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
+            drafts=self.draft_counts,
         )
 
     def _timings(self) -> Timings:

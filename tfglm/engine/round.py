@@ -7,30 +7,24 @@ the token that the reply would draw there anyway, so a draft is kept if it equal
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
-from tfglm.engine.model import Model
+from tfglm.engine.drafting import Drafting, Drawn
+from tfglm.engine.model import Model, run
 from tfglm.engine.reply import Reply
 from tfglm.errors import TfglmError
 from tfglm.models.window import Rows
 
 log = logging.getLogger(__name__)
 
-Propose = Callable[[Reply, int], Sequence[int]]
-"""Guesses at most so many of the tokens that follow a reply's pending token."""
-
 LOGPROB_ROWS = 64
 """Prompt rows a chunk when the logits of all of them are wanted: 64 rows of 154,880 logits are 40 MB."""
 
 
-def no_drafts(reply: Reply, limit: int) -> Sequence[int]:
-    return ()
-
-
-def read_chunk(model: Model, reply: Reply, prefill_rows: int) -> int:
+def read_chunk(model: Model, reply: Reply, prefill_rows: int, drafting: Drafting) -> int:
     """Put the next part of a reply's prompt through the model; returns its rows."""
     request, stream = reply.request, reply.stream
     assert stream is not None
@@ -39,34 +33,37 @@ def read_chunk(model: Model, reply: Reply, prefill_rows: int) -> int:
     tokens = request.prompt[reply.read : reply.read + limit]
     last = reply.read + len(tokens) == len(request.prompt)
     want = len(tokens) if every_row else int(last and request.max_tokens > 0)
-    logits = model.forward([Rows(stream, tokens, want)]).numpy()
+    passed = run(model, [Rows(stream, tokens, want)], drafting.taps)
     with _alone(reply):
-        reply.chunk_read(len(tokens), logits)
+        reply.chunk_read(len(tokens), passed.logits.numpy())
+    drafting.read(reply, tokens, passed)
     reply.send_fresh()
     return len(tokens)
 
 
-def decode(model: Model, replies: Sequence[Reply], propose: Propose) -> int:
+def decode(model: Model, replies: Sequence[Reply], drafting: Drafting) -> int:
     """Grow every reply by at least one token; returns the rows of the window.
 
     Raises whatever the model raises; a failure while one reply draws its tokens ends that reply alone.
     """
-    window, proposals = [], []
-    for reply in replies:
+    proposals = drafting.propose(replies)
+    window = []
+    for reply, drafts in zip(replies, proposals, strict=True):
         assert reply.stream is not None
-        limit = reply.room - 1
-        drafts = list(propose(reply, limit))[:limit] if reply.request.draft and limit > 0 else []
-        proposals.append(drafts)
         window.append(Rows(reply.stream, [reply.tokens[-1], *drafts], 1 + len(drafts)))
-    logits = model.forward(window).numpy()
-    start = 0
+    passed = run(model, window, drafting.taps)
+    logits = passed.logits.numpy()
+    drawn, start = [], 0
     for reply, rows, drafts in zip(replies, window, proposals, strict=True):
-        own, start = logits[start : start + rows.want], start + rows.want
+        before = len(reply.tokens)
         with _alone(reply):
-            accept(reply, own, drafts)
+            accept(reply, logits[start : start + rows.want], drafts)
         if drafts:
             rows.stream.truncate(reply.cached)
+        drawn.append(Drawn(reply, reply.tokens[before:], start))
+        start += rows.want
         reply.send_fresh()
+    drafting.settle(drawn, passed, start)
     return start
 
 

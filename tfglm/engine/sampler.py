@@ -53,6 +53,11 @@ class TokenCounts:
         self._ids[slot] = token
         self._in_reply[slot] += 1
 
+    def times(self, token: int) -> int | None:
+        """How often the reply holds a token; None if neither prompt nor reply does."""
+        slot = self._slots.get(token)
+        return None if slot is None else int(self._in_reply[slot])
+
     @property
     def ids(self) -> np.ndarray:
         """Every token of prompt and reply once, int64 [n]."""

@@ -1,0 +1,133 @@
+"""Copies against a slow search through the whole text."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfglm.drafts.automaton import NONE, ROOT, SuffixAutomaton
+from tfglm.drafts.base import NO_DRAFT, Draft
+from tfglm.drafts.copy import LONGEST_COPY, SHORTEST_MATCH, CopyIndex, trusted
+
+
+def built(text: list[int]) -> SuffixAutomaton:
+    index = SuffixAutomaton()
+    for token in text:
+        index.add(token)
+    return index
+
+
+def copied(prompt: list[int], reply: list[int], room: int) -> Draft:
+    """What is proposed after prompt and reply; the last token of both is pending."""
+    index = CopyIndex()
+    index.read_prompt(prompt if reply else prompt[:-1])
+    index.add(reply[:-1])
+    return index.propose((prompt + reply)[-1], room)
+
+
+def ends(text: list[int], piece: list[int]) -> list[int]:
+    """Where piece ends in text: indices of its last token."""
+    return [i + len(piece) - 1 for i in range(len(text) - len(piece) + 1) if text[i : i + len(piece)] == piece]
+
+
+def longest_repeat(text: list[int]) -> int:
+    """Length of the longest suffix that occurs before, 0 if none does."""
+    return max((n for n in range(1, len(text)) if len(ends(text, text[-n:])) > 1), default=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=14))
+def test_every_state_knows_where_its_strings_end(text: list[int]) -> None:
+    index = built(text)
+    assert index.length[index.link[index.last]] == longest_repeat(text)
+    for start in range(len(text)):
+        state = ROOT
+        for stop in range(start + 1, len(text) + 1):
+            state = index.follow(state, text[stop - 1])
+            assert state != NONE
+            places = ends(text, text[start:stop])
+            assert (index.first_end[state], index.last_end[state]) == (places[0], places[-1])
+            assert index.seen[state] == len(places)
+            followers = {token for token, _ in index.followers(state)}
+            assert followers == {text[p + 1] for p in places if p + 1 < len(text)}
+    assert len(index.link) <= max(2 * len(text), 2)
+
+
+def test_a_copy_goes_on_as_the_text_did_after_the_longest_repeat() -> None:
+    chance = random.Random(5)
+    proposed = 0
+    for _ in range(60):
+        text = [chance.randrange(4) for _ in range(chance.randrange(5, 60))]
+        draft = copied(text, [], 4)
+        length = longest_repeat(text)
+        if length < SHORTEST_MATCH:
+            assert draft == NO_DRAFT
+            continue
+        proposed += 1
+        assert draft.match == length
+        path = text[-length:]
+        for token in draft.tokens:
+            places = [p for p in ends(text, path) if p + 1 < len(text)]
+            while not places:
+                path = path[1:]
+                places = [p for p in ends(text, path) if p + 1 < len(text)]
+            counts = Counter(text[p + 1] for p in places)
+            latest = {text[p + 1]: p for p in places}
+            assert (counts[token], latest[token]) == max((counts[t], latest[t]) for t in counts)
+            path = [*path, token]
+    assert proposed > 20
+
+
+def test_a_copy_is_told_by_where_its_match_first_stood() -> None:
+    phrase = list(range(100, 112))
+    prompt, reply = [1, *phrase, 2, 3], [4, *phrase[:9]]
+    draft = copied(prompt, reply, 8)
+    assert (draft.source, draft.match, draft.tokens) == ("copy-prompt", 9, (109, 110, 111, 2, 3, 4, 100, 101))
+    assert trusted(draft)
+    draft = copied(prompt, [*reply, 50, 51, 52, 53, 54, 7, 50, 51, 52, 53], 2)
+    assert (draft.source, draft.match, draft.tokens) == ("copy-reply", 4, (54, 7))
+    assert not trusted(draft)
+
+
+def test_the_more_frequent_continuation_wins_then_the_latest() -> None:
+    draft = copied([1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3, 9, 1, 2, 3, 7], [1, 2, 3], 1)
+    assert draft.tokens == (9,) and draft.confidence[0] == pytest.approx(0.5 * 3 / 5)
+    assert copied([1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3], [], 1).tokens == (9,)
+
+
+def test_a_repetition_goes_round_and_a_copy_is_bounded() -> None:
+    assert copied([1, 2, 3] * 4, [], 100).tokens == (1, 2, 3) * (LONGEST_COPY // 3)
+    assert copied([1, 2, 3] * 4, [], 2).tokens == (1, 2)
+    assert copied([1, 2, 3] * 4, [], 0).tokens == ()
+
+
+def test_a_short_or_missing_match_copies_nothing() -> None:
+    for text in ([1], [1, 2, 1, 2], [1, 2, 3, 4]):
+        assert copied(text, [], 5) == NO_DRAFT
+
+
+@pytest.mark.parametrize("kind", ["one token", "words", "all different", "a period"])
+def test_an_index_grows_in_linear_time(kind: str) -> None:
+    class Counting(SuffixAutomaton):
+        steps = 0
+
+        def follow(self, state: int, token: int) -> int:
+            self.steps += 1
+            return super().follow(state, token)
+
+    chance, length = random.Random(1), 20000
+    text = {
+        "one token": [7] * length,
+        "words": [chance.randrange(300) for _ in range(length)],
+        "all different": list(range(length)),
+        "a period": [*range(50)] * (length // 50),
+    }[kind]
+    index = Counting()
+    for token in text:
+        index.add(token)
+    assert index.steps < 10 * length
+    assert len(index.link) <= 2 * length

@@ -1,0 +1,16 @@
+"""From a drafter's rows of logits to what its choice is made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+CANDIDATES = 64
+"""Best tokens of a row that a draft is chosen from."""
+
+
+def best_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The best CANDIDATES of each row of [R, vocab]: ids int64 [R, n], ascending in each row, and their values [R,
+    n] in the dtype of the logits."""
+    ids = logits.topk(min(CANDIDATES, logits.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
+    return ids.cpu().numpy(), logits.gather(1, ids).cpu().numpy()

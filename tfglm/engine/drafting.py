@@ -1,0 +1,96 @@
+"""The engine's side of drafting: which replies draft, what they propose, what was kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tfglm.drafts.speculator import Lane, Outcome, Speculator, Turn
+from tfglm.engine.api import DraftCount
+from tfglm.engine.reply import Reply
+from tfglm.models.taps import Passed, Taps
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a round gave one reply: the tokens drawn, and the row of the window its pending token was fed to."""
+
+    reply: Reply
+    tokens: Sequence[int]
+    start: int
+
+
+class Drafting:
+    """Without a speculator nothing is drafted. noise: weight of the target's noise in the choice of drafts."""
+
+    def __init__(self, speculator: Speculator | None = None, noise: float = 1.0) -> None:
+        self._speculator = speculator
+        self._noise = noise
+        self._lanes: dict[Reply, Lane] = {}
+
+    @property
+    def taps(self) -> Taps:
+        """What to hand out of every forward."""
+        return self._speculator.taps if self._speculator else Taps()
+
+    @property
+    def counts(self) -> tuple[DraftCount, ...]:
+        """Drafts verified and kept since the start, by source and slot."""
+        slots = self._speculator.slots.copy() if self._speculator else {}
+        return tuple(
+            DraftCount(source, drafted, kept, slot) for (source, slot), (drafted, kept) in sorted(slots.items())
+        )
+
+    def start(self, reply: Reply) -> None:
+        """A reply left the queue; its prompt will be read from the start."""
+        if self._speculator and reply.request.draft and reply.request.max_tokens > 2:
+            sampling = reply.request.sampling
+            lane = self._speculator.open(sampled=sampling.temperature > 0 and sampling.top_k != 1)
+            if lane is not None:
+                self._lanes[reply] = lane
+
+    def read(self, reply: Reply, tokens: Sequence[int], passed: Passed) -> None:
+        """A chunk of a reply's prompt went through the model."""
+        if self._speculator and reply in self._lanes:
+            self._speculator.read(self._lanes[reply], tokens, passed)
+
+    def propose(self, replies: Sequence[Reply]) -> list[Sequence[int]]:
+        """Guesses at the tokens that follow each reply's pending one: at most as many as it has room for, less the one
+        that every round gives anyway."""
+        drafts: dict[Reply, Sequence[int]] = {}
+        drafting = [reply for reply in replies if reply in self._lanes]
+        if self._speculator and drafting:
+            turns = [
+                Turn(
+                    self._lanes[reply],
+                    reply.tokens[-1],
+                    max(0, reply.room - 1),
+                    partial(reply.guess, self._noise),
+                )
+                for reply in drafting
+            ]
+            drafts = dict(zip(drafting, self._speculator.propose(turns, len(replies)), strict=True))
+        return [drafts.get(reply, ()) for reply in replies]
+
+    def settle(self, drawn: Sequence[Drawn], passed: Passed, rows: int) -> None:
+        """A round of `rows` rows is over."""
+        if not self._speculator:
+            return
+        outcomes = []
+        for one in drawn:
+            if one.tokens and one.reply in self._lanes:
+                before = len(one.reply.tokens) - len(one.tokens)
+                kept = [one.reply.tokens[before - 1], *one.tokens[:-1]]
+                outcomes.append(Outcome(self._lanes[one.reply], kept, one.start, one.tokens))
+        total = sum(len(one.tokens) for one in drawn)
+        self._speculator.settle(outcomes, passed, streams=len(drawn), rows=rows, tokens=total)
+
+    def close(self, reply: Reply) -> None:
+        """A reply is over: note in it whose drafts it kept."""
+        lane = self._lanes.pop(reply, None)
+        if self._speculator and lane is not None:
+            reply.draft_counts = tuple(
+                DraftCount(source, drafted, kept) for source, (drafted, kept) in sorted(lane.counts.items())
+            )
+            self._speculator.close(lane)
