@@ -25,6 +25,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hi"}, "messages"),
     ({"messages": {"role": "user"}}, "messages"),
     ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [USER] * 20_001}, "messages"),
     ({"messages": [USER, {"content": "x"}]}, "messages[1].role"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tfglm.errors import CheckpointError
 from tfglm.server.errors import ApiError
@@ -210,6 +212,45 @@ def test_continuing_needs_a_message_of_the_assistant(prompt):
         with pytest.raises(ApiError) as caught:
             prompt(messages, continue_final_message=True, **fields)
         assert caught.value.param == "continue_final_message"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"function": st.fixed_dictionaries({"name": st.text(max_size=3), "arguments": JSON})}, optional={"id": JSON}
+    ),
+    max_size=2,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
+        optional={
+            "content": JSON | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": JSON}), max_size=2),
+            "reasoning_content": JSON,
+            "reasoning_details": JSON,
+            "tool_calls": CALLS | JSON,
+            "tool_call_id": JSON,
+        },
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(messages=MESSAGES, continued=st.booleans(), thinking=st.booleans())
+def test_whatever_the_messages_the_answer_is_a_prompt_or_a_refusal(template, messages, continued, thinking):
+    body = TokenizeChatBody(messages=messages, continue_final_message=continued)
+    try:
+        prompt = chat_prompt(template, body, thinking_default=thinking)
+    except ApiError as error:
+        assert error.status == 400 and error.param
+    else:
+        assert prompt.text.startswith("[gMASK]<sop>")
 
 
 def test_the_sandbox_and_its_errors():

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tfglm import __version__
 from tfglm.engine.api import Event, Failed, Finished, GenerationRequest
-from tfglm.server.errors import ApiError, invalid
+from tfglm.server.errors import ApiError, invalid, unavailable
 from tfglm.server.generation import Generation
 from tfglm.server.intake import parse_object, prepare, read_body
 from tfglm.server.jsontext import dump_bytes, dump_text
@@ -145,7 +145,10 @@ def finished_or_error(end: Event | None) -> Finished:
     if isinstance(end, Finished) and end.reason != "cancelled":
         return end
     if isinstance(end, Failed):
-        raise ApiError(503 if end.code == "draining" else 500, end.message, code=end.code)
+        if end.code == "draining":
+            raise unavailable(end.code, end.message)
+        # The same request would meet the same end; clients would send it twice more.
+        raise ApiError(500, end.message, code=end.code, headers={"x-should-retry": "false"})
     raise ApiError(500, "the reply was cancelled", code="cancelled")
 
 

@@ -14,10 +14,14 @@ from tfglm.server.jsontext import kind_of, shown
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_TOOLS = 128
+MAX_MESSAGES = 20_000
+"""Templates look back and forth between messages, so their time grows with the square of the number."""
 
 
 def normalise_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """New messages with only the keys that templates read. Raises ApiError naming the message and the part."""
+    if len(messages) > MAX_MESSAGES:
+        raise invalid("messages", f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are accepted")
     return [_normalise(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
