@@ -30,6 +30,7 @@ __all__ = [
     "pack_tiles",
     "reconstruct",
     "signs",
+    "stream_positions",
     "to_stream_order",
     "trellis_bits",
     "unpack_tiles",
@@ -58,7 +59,7 @@ def trellis_bits(trellis: npt.NDArray[Any] | torch.Tensor, codebook: str) -> flo
 
 # ---- order of a tile ------------------------------------------------------------------------------------------------
 @cache
-def _stream_positions() -> npt.NDArray[np.int64]:
+def stream_positions() -> npt.NDArray[np.int64]:
     """[256]: the stream position of each weight of a tile in row-major order.
 
     Lane l = p // 8 of a warp holds positions 8l .. 8l + 7, which are its operands of two m16n8k16 products.
@@ -74,14 +75,14 @@ def to_stream_order(matrix: Array) -> Array:
     m = _numpy(matrix)
     k, n = m.shape
     tiles = m.reshape(k // TILE, TILE, n // TILE, TILE).transpose(0, 2, 1, 3).reshape(k // TILE, n // TILE, POSITIONS)
-    return _like(matrix, tiles[..., np.argsort(_stream_positions())])
+    return _like(matrix, tiles[..., np.argsort(stream_positions())])
 
 
 def from_stream_order(tiles: Array) -> Array:
     """The inverse of `to_stream_order`."""
     t = _numpy(tiles)
     rows, columns, _ = t.shape
-    square = t[..., _stream_positions()].reshape(rows, columns, TILE, TILE)
+    square = t[..., stream_positions()].reshape(rows, columns, TILE, TILE)
     return _like(tiles, square.transpose(0, 2, 1, 3).reshape(rows * TILE, columns * TILE))
 
 
@@ -133,7 +134,7 @@ def decode_tiles(trellis: Array, codebook: str) -> Array:
     Raises CheckpointError for a width the codebook does not have.
     """
     trellis_bits(trellis, codebook)
-    packed, table, order = _numpy(trellis), codebook_table(codebook), _stream_positions()
+    packed, table, order = _numpy(trellis), codebook_table(codebook), stream_positions()
     rows, columns, _ = packed.shape
     out = np.empty((rows, TILE, columns, TILE), dtype=np.float16)
     for row in range(rows):  # a row of tiles at a time stays in cache
