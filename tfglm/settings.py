@@ -55,6 +55,15 @@ class Settings:
     kv: str = _setting(
         "bf16", "format of the latent cache; fp32 only for comparing with other engines", choices=("bf16", "fp32")
     )
+    drafter: str = _setting(
+        "auto",
+        "model that guesses tokens ahead, which never changes a reply; auto takes the best one that is there",
+        choices=("auto", "mtp", "none"),
+    )
+    copy: bool = _setting(True, "also guess that a reply goes on as the prompt or the reply once did")
+    draft_noise: float = _setting(
+        1.0, "share of the reply's own noise in the choice of sampled drafts; 0 drafts greedily", low=0, high=2
+    )
     max_tokens: int = _setting(
         32768, "reply budget of a request that names none; cut to the window, never refused", low=1, high=1048576
     )

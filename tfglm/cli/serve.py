@@ -13,8 +13,11 @@ from tfglm.settings import Settings, env_name, flag_name, range_text
 
 if TYPE_CHECKING:
     from tfglm.checkpoint.store import Checkpoint
+    from tfglm.engine.drafting import Drafting
     from tfglm.engine.engine import Engine
+    from tfglm.engine.tokenizer import Tokenizer
     from tfglm.memory.plan import CachePlan
+    from tfglm.models.glm53 import Glm53
     from tfglm.server.state import Served
 
 log = logging.getLogger("tfglm.serve")
@@ -50,19 +53,22 @@ def run(args: argparse.Namespace) -> int:
         from tfglm.cache.latent import bytes_per_token
         from tfglm.cache.pages import PAGE
         from tfglm.checkpoint.store import Checkpoint
+        from tfglm.drafts.choose import cached_bytes_per_token, drafter_kind
         from tfglm.memory.plan import available_bytes, plan_cache
 
         with Checkpoint.open(args.path) as checkpoint:
+            kind = drafter_kind(settings, checkpoint.config)
             plan = plan_cache(
                 available=available_bytes(),
                 weights=checkpoint.nbytes,
-                bytes_per_token=bytes_per_token(checkpoint.config, settings.kv),
+                bytes_per_token=bytes_per_token(checkpoint.config, settings.kv)
+                + cached_bytes_per_token(kind, checkpoint.config, settings.kv),
                 page=PAGE,
                 context=settings.context,
                 longest=checkpoint.config.max_position_embeddings,
                 parallel=settings.parallel,
             )
-            serve(listener, settings, lambda: _load(checkpoint, plan, settings, started), _announce)
+            serve(listener, settings, lambda: _load(checkpoint, plan, kind, settings, started), _announce)
     finally:
         for engine in started:
             engine.stop()
@@ -70,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(checkpoint: Checkpoint, plan: CachePlan, settings: Settings, started: list[Engine]) -> Served:
+def _load(checkpoint: Checkpoint, plan: CachePlan, kind: str, settings: Settings, started: list[Engine]) -> Served:
     """The loaded model behind a started engine; runs in a thread of its own while /health answers "loading"."""
     import torch
     from rich.console import Console
@@ -100,11 +106,39 @@ def _load(checkpoint: Checkpoint, plan: CachePlan, settings: Settings, started: 
             kv=settings.kv,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    engine = Engine(model, tokenizer, settings, eos)
+    engine = Engine(model, tokenizer, settings, eos, _drafting(kind, checkpoint, model, tokenizer, settings))
     engine.start()
     started.append(engine)
     name = settings.served_name or path.resolve().name
     return Served(engine, tokenizer, template, ModelInfo(name, plan.context, SamplingDefaults.from_folder(path)))
+
+
+def _drafting(
+    kind: str, checkpoint: Checkpoint, model: Glm53, tokenizer: Tokenizer, settings: Settings
+) -> Drafting | None:
+    """The drafter, loaded, and windows timed; None when nothing is to be drafted."""
+    from tfglm.drafts.choose import load_drafter, measured_costs
+    from tfglm.drafts.costs import TEXT
+    from tfglm.drafts.policy import Policy
+    from tfglm.drafts.speculator import Speculator
+    from tfglm.engine.drafting import Drafting
+
+    if kind == "none" and not settings.copy:
+        return None
+    drafter = load_drafter(kind, checkpoint, model, settings)
+    costs = measured_costs(model, drafter, tokenizer.encode(TEXT))
+    log.info(
+        "drafts: %s%s; a window of 1 row takes %.1f ms, of %d rows %.1f ms; a draft %.1f ms and %.1f ms a token more",
+        kind,
+        " and copies" if settings.copy else "",
+        costs.verify_ms[0],
+        len(costs.verify_ms),
+        costs.verify_ms[-1],
+        costs.first_ms,
+        costs.next_ms,
+    )
+    speculator = Speculator(drafter, Policy(costs), copy=settings.copy, vocab_size=tokenizer.vocab_size)
+    return Drafting(speculator, settings.draft_noise)
 
 
 def _cores() -> int:
