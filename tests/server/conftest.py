@@ -59,7 +59,7 @@ async def make_api(tokenizer: Tokenizer, template: ChatTemplate) -> AsyncIterato
         await site.start()
         session = aiohttp.ClientSession()
         opened.append((runner, session))
-        return Api(session, f"http://127.0.0.1:{runner.addresses[0][1]}", state, engine)
+        return Api(session, f"http://127.0.0.1:{runner.addresses[0][1]}", state, engine, runner)
 
     yield make
     for runner, session in opened:

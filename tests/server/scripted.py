@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from tfglm.engine.api import (
     ContextLengthError,
@@ -107,6 +108,11 @@ class Api:
     url: str
     state: ServerState
     engine: FakeEngine
+    runner: web.AppRunner
+
+    def connections(self) -> int:
+        assert self.runner.server is not None
+        return len(self.runner.server.connections)
 
     async def post(self, path: str, body: Any = None, **kwargs: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=body, **kwargs) as response:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tfglm.errors import CheckpointError
 from tfglm.server.errors import ApiError
+from tfglm.server.messages import normalise_messages
 from tfglm.server.prompt import ChatPrompt, chat_prompt
 from tfglm.server.schemas import TokenizeChatBody, parse
 from tfglm.server.template import ChatTemplate, TemplateRefusedError
@@ -100,6 +101,12 @@ def test_golden_strings(prompt, messages, fields, expected):
 )
 def test_variations_mean_the_same(prompt, messages, same_as):
     assert prompt(messages) == prompt(same_as)
+
+
+@pytest.mark.parametrize("role", ["assistant", "tool"])
+def test_null_content_is_empty_text_for_every_template(role):
+    """Many templates would print the word None."""
+    assert normalise_messages([{"role": role, "content": None}])[0]["content"] == ""
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}])

@@ -104,6 +104,8 @@ async def test_a_client_that_does_not_read_is_dropped(make_api, gate, monkeypatc
         (cancelled,) = api.engine.cancelled.values()
         assert await until(cancelled.is_set)
         assert (await api.get("/health"))[0] == 200
+        # Gone although nothing was read; what is left is the connection of the health check.
+        assert await until(lambda: api.connections() == 1)
         await asyncio.to_thread(read_to_the_end, client)
     assert await until(lambda: not api.state.live)
 
