@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tfglm.engine.api import EnginePort, Finished
+from tfglm.engine.api import EnginePort, Finished, Snapshot
 
 disable_created_metrics()
 
@@ -112,6 +112,7 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=[LABEL])
             counter.add_metric([self._model], value)
             yield counter
+        yield from self._drafts(now)
         used, total = now.kv_tokens_used, now.kv_tokens_total
         levels: tuple[tuple[str, str, float], ...] = (
             ("vllm:num_requests_running", "Requests being worked on.", now.running),
@@ -135,6 +136,28 @@ class _EngineCollector(Collector):
         sleep = GaugeMetricFamily("vllm:engine_sleep_state", "Always awake.", labels=[LABEL, "sleep_state"])
         sleep.add_metric([self._model, "awake"], 1)
         yield sleep
+
+    def _drafts(self, now: Snapshot) -> Iterator[Metric]:
+        """Drafts by who made them and where in the draft they stood, from 0."""
+        labels = [LABEL, "source", "position"]
+        drafted = CounterMetricFamily("tfglm:draft_tokens", "Drafted tokens that were verified.", labels=labels)
+        accepted = CounterMetricFamily("tfglm:draft_tokens_accepted", "Those that were accepted.", labels=labels)
+        by_position: dict[int, int] = {}
+        for count in now.drafts:
+            values = [self._model, count.source, str(count.slot)]
+            drafted.add_metric(values, count.drafted)
+            accepted.add_metric(values, count.accepted)
+            by_position[count.slot or 0] = by_position.get(count.slot or 0, 0) + count.accepted
+        yield drafted
+        yield accepted
+        positions = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by position in the draft.",
+            labels=[LABEL, "position"],
+        )
+        for position, tokens in sorted(by_position.items()):
+            positions.add_metric([self._model, str(position)], tokens)
+        yield positions
 
 
 def _label(text: str) -> str:

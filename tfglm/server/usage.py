@@ -52,6 +52,7 @@ def timings_block(usage: Usage, timings: Timings) -> dict[str, Any]:
         "predicted_per_second": _ratio(1000.0 * gaps, timings.predicted_ms),
         "draft_n": usage.drafted_tokens,
         "draft_n_accepted": usage.accepted_tokens,
+        "drafts": {count.source: {"drafted": count.drafted, "accepted": count.accepted} for count in usage.drafts},
         "queue_ms": timings.queue_ms,
         "ttft_ms": timings.first_token_ms,
     }
