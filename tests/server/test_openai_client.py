@@ -94,7 +94,8 @@ def test_a_stream_is_the_whole_reply_in_pieces(client, thinking):
     assert text["reasoning_content"] == (message.model_extra or {}).get("reasoning_content", "")
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
-    assert chunks[-2].model_extra["tfglm"] == whole.model_extra["tfglm"]
+    # How many tokens were drafted may differ from run to run; the tokens may not.
+    assert chunks[-2].model_extra["tfglm"]["token_sha"] == whole.model_extra["tfglm"]["token_sha"]
     assert bool(text["reasoning_content"]) is thinking
 
 
