@@ -451,10 +451,10 @@ def test_lost_mtp_layer_is_explained(folder: Path) -> None:
     Checkpoint.open(folder).close()
 
 
-def test_quantised_checkpoints_are_refused_for_now(folder: Path) -> None:
+def test_other_quantised_formats_are_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "exl3"}}))
-    assert "quant_method is 'exl3'" in refused(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    assert "quant_method is 'gptq'; supported: 'exl3'" in refused(folder)
 
 
 def test_real_size_has_the_published_number_of_parameters() -> None:

@@ -7,10 +7,8 @@ writes them too. Every linear is stored [out, in]. All BF16 but the router's cor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from tfglm.checkpoint.config import ModelConfig
-from tfglm.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -21,48 +19,23 @@ class TensorSpec:
     dtype: str = "BF16"
 
 
-class LinearFormat(Protocol):
-    """How one linear layer lies in a checkpoint: which tensors stand for the matrix [rows, columns] called `name`."""
-
-    def tensors(self, name: str, rows: int, columns: int) -> dict[str, TensorSpec]: ...
-
-
-class Bf16Linear:
-    """A plain matrix: `name`.weight."""
-
-    def tensors(self, name: str, rows: int, columns: int) -> dict[str, TensorSpec]:
-        return {f"{name}.weight": TensorSpec((rows, columns))}
-
-
-def expert_format(config: ModelConfig) -> LinearFormat:
-    """The format of the routed experts, the only tensors that quantised checkpoints of this model change."""
-    if config.quantization is None:
-        return Bf16Linear()
-    method = config.quantization.get("quant_method")
-    raise CheckpointError(
-        f"config.json: quantization_config.quant_method is {method!r}; quantised experts cannot be read yet, "
-        "only BF16 ones (no quantization_config)"
-    )
-
-
 def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor of the checkpoint, in layer order; the MTP layer (number num_hidden_layers) last if there is one.
+    """Every tensor of the checkpoint before quantisation, in layer order; the MTP layer (number num_hidden_layers) last
+    if there is one.
 
     The MTP layer uses the trunk's embedding and lm_head and holds no copy of them.
     """
-    hidden, experts = config.hidden_size, expert_format(config)
+    hidden = config.hidden_size
     specs = {
         "model.embed_tokens.weight": TensorSpec((config.vocab_size, hidden)),
         "lm_head.weight": TensorSpec((config.vocab_size, hidden)),
         "model.norm.weight": TensorSpec((hidden,)),
     }
     for layer, (indexer, mlp) in enumerate(zip(config.indexer_types, config.mlp_layer_types, strict=True)):
-        specs |= _layer(
-            config, layer_prefix(layer), full_indexer=indexer == "full", sparse=mlp == "sparse", experts=experts
-        )
+        specs |= _layer(config, layer_prefix(layer), full_indexer=indexer == "full", sparse=mlp == "sparse")
     if config.num_nextn_predict_layers:
         prefix = layer_prefix(config.num_hidden_layers)
-        specs |= _layer(config, prefix, full_indexer=True, sparse=True, experts=experts)
+        specs |= _layer(config, prefix, full_indexer=True, sparse=True)
         specs[f"{prefix}.enorm.weight"] = TensorSpec((hidden,))
         specs[f"{prefix}.hnorm.weight"] = TensorSpec((hidden,))
         specs[f"{prefix}.eh_proj.weight"] = TensorSpec((hidden, 2 * hidden))
@@ -74,9 +47,7 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}"
 
 
-def _layer(
-    config: ModelConfig, prefix: str, *, full_indexer: bool, sparse: bool, experts: LinearFormat
-) -> dict[str, TensorSpec]:
+def _layer(config: ModelConfig, prefix: str, *, full_indexer: bool, sparse: bool) -> dict[str, TensorSpec]:
     specs = {
         f"{prefix}.input_layernorm.weight": TensorSpec((config.hidden_size,)),
         f"{prefix}.post_attention_layernorm.weight": TensorSpec((config.hidden_size,)),
@@ -85,9 +56,9 @@ def _layer(
     if full_indexer:
         specs |= _indexer(config, f"{prefix}.self_attn.indexer")
     if sparse:
-        specs |= _moe(config, f"{prefix}.mlp", experts)
+        specs |= _moe(config, f"{prefix}.mlp")
     else:
-        specs |= _swiglu(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, Bf16Linear())
+        specs |= _swiglu(f"{prefix}.mlp", config.hidden_size, config.intermediate_size)
     return specs
 
 
@@ -117,20 +88,20 @@ def _indexer(config: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
     }
 
 
-def _moe(config: ModelConfig, prefix: str, experts: LinearFormat) -> dict[str, TensorSpec]:
+def _moe(config: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
     hidden, inner = config.hidden_size, config.moe_intermediate_size
     specs = {
         f"{prefix}.gate.weight": TensorSpec((config.n_routed_experts, hidden)),
         f"{prefix}.gate.e_score_correction_bias": TensorSpec((config.n_routed_experts,), "F32"),
     }
     for expert in range(config.n_routed_experts):
-        specs |= _swiglu(f"{prefix}.experts.{expert}", hidden, inner, experts)
-    return specs | _swiglu(f"{prefix}.shared_experts", hidden, inner * config.n_shared_experts, Bf16Linear())
+        specs |= _swiglu(f"{prefix}.experts.{expert}", hidden, inner)
+    return specs | _swiglu(f"{prefix}.shared_experts", hidden, inner * config.n_shared_experts)
 
 
-def _swiglu(prefix: str, hidden: int, inner: int, linear: LinearFormat) -> dict[str, TensorSpec]:
-    return (
-        linear.tensors(f"{prefix}.gate_proj", inner, hidden)
-        | linear.tensors(f"{prefix}.up_proj", inner, hidden)
-        | linear.tensors(f"{prefix}.down_proj", hidden, inner)
-    )
+def _swiglu(prefix: str, hidden: int, inner: int) -> dict[str, TensorSpec]:
+    return {
+        f"{prefix}.gate_proj.weight": TensorSpec((inner, hidden)),
+        f"{prefix}.up_proj.weight": TensorSpec((inner, hidden)),
+        f"{prefix}.down_proj.weight": TensorSpec((hidden, inner)),
+    }

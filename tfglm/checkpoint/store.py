@@ -20,6 +20,8 @@ from tfglm.checkpoint.jsonfile import read_object
 from tfglm.checkpoint.names import TensorSpec, expected_tensors, layer_prefix
 from tfglm.checkpoint.safetensors import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, TensorEntry, read_header
 from tfglm.errors import CheckpointError
+from tfglm.formats.exl3_code import BLOCK
+from tfglm.formats.exl3_tensors import Exl3Linear, check_quantization_config, find_linears
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -48,15 +50,22 @@ _PAGE_BYTES = 4096
 class Checkpoint:
     """An open checkpoint whose files hold exactly the tensors its config asks for.
 
-    config: the model's facts. entries: where each tensor lies. nbytes: bytes of all tensors.
+    config: the model's facts. entries: where each tensor lies. linears: those stored as EXL3, by name without a field.
+    nbytes: bytes of all tensors.
     """
 
     def __init__(
-        self, path: Path, config: ModelConfig, entries: Mapping[str, TensorEntry], fds: dict[Path, int]
+        self,
+        path: Path,
+        config: ModelConfig,
+        entries: Mapping[str, TensorEntry],
+        linears: Mapping[str, Exl3Linear],
+        fds: dict[Path, int],
     ) -> None:
         self.path = path
         self.config = config
         self.entries: Mapping[str, TensorEntry] = MappingProxyType(dict(entries))
+        self.linears: Mapping[str, Exl3Linear] = MappingProxyType(dict(linears))
         self.nbytes = sum(entry.nbytes for entry in entries.values())
         self._fds = fds
         self._idle = threading.Condition()
@@ -79,11 +88,12 @@ class Checkpoint:
         fds: dict[Path, int] = {}
         try:
             entries = _read_entries(folder, fds)
-            _check_tensors(folder, config, expected, entries)
+            linears = _find_linears(folder, config, entries)
+            _check_tensors(folder, config, _with_linears(expected, linears, entries), entries)
         except BaseException:
             _close_all(fds)
             raise
-        return cls(folder, config, entries, fds)
+        return cls(folder, config, entries, linears, fds)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """A tensor, or rows of its first and columns of its second dimension, in memory of its own.
@@ -168,6 +178,43 @@ def _open_shard(file: Path, fds: dict[Path, int]) -> list[TensorEntry]:
         return read_header(fds[file], file)
     except OSError as exc:
         raise CheckpointError(f"{file} cannot be read: {exc.strerror}") from None
+
+
+def _find_linears(folder: Path, config: ModelConfig, entries: Mapping[str, TensorEntry]) -> dict[str, Exl3Linear]:
+    """The EXL3 linears; the headers decide which, quantization_config only must not contradict."""
+    try:
+        if config.quantization is not None:
+            check_quantization_config(config.quantization)
+        return find_linears(entries)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error.message}") from None
+
+
+def _with_linears(
+    expected: Mapping[str, TensorSpec], linears: Mapping[str, Exl3Linear], entries: Mapping[str, TensorEntry]
+) -> dict[str, TensorSpec]:
+    """The expected tensors with every quantised matrix replaced by the tensors that stand for it.
+
+    What is left alone (a trellis of something that is no matrix of this model, a bias) is then found to be extra.
+    """
+    specs = dict(expected)
+    for prefix, linear in linears.items():
+        matrix = specs.get(f"{prefix}.weight")
+        if matrix is None or len(matrix.shape) != 2 or prefix == "model.embed_tokens":
+            continue
+        padded = tuple(-(-size // BLOCK) * BLOCK for size in matrix.shape)
+        if (linear.n, linear.k) != padded:
+            where = entries[f"{prefix}.trellis"].file
+            raise CheckpointError(
+                f"{where}: tensor {prefix}.trellis is a matrix of {linear.n} outputs and {linear.k} inputs; "
+                f"config.json asks for {padded[0]} and {padded[1]} (multiples of {BLOCK})"
+            )
+        del specs[f"{prefix}.weight"]
+        for field in linear.fields:
+            if field != "bias":
+                entry = entries[f"{prefix}.{field}"]
+                specs[entry.name] = TensorSpec(entry.shape, entry.dtype)
+    return specs
 
 
 def _check_tensors(

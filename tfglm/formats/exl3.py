@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from tfglm.errors import CheckpointError
-from tfglm.formats.exl3_code import POSITIONS, TILE, codebook_table, half_bits, new_bits, window_ends
+from tfglm.formats.exl3_code import BLOCK, POSITIONS, TILE, codebook_table, half_bits, new_bits, window_ends
 from tfglm.formats.exl3_viterbi import encode_tiles
-from tfglm.formats.hadamard import BLOCK, rotate, signs_matrix
+from tfglm.formats.hadamard import rotate, signs_matrix
 
 __all__ = [
     "decode_tiles",

@@ -21,6 +21,7 @@ MARKERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 # Standard deviation of the 3inst table; the quantiser scales weights to it for every codebook.
 CODEBOOK_SCALE = 1.24371088
 TILE = 16
+BLOCK = 128  # rows or columns that a Hadamard rotation mixes: the least a linear is padded to and cut at
 POSITIONS = TILE * TILE
 STATES = 1 << 16
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tfglm.errors import CheckpointError
-from tfglm.formats.exl3_code import CODEBOOKS, MARKERS, TILE, half_bits
-from tfglm.formats.hadamard import BLOCK
+from tfglm.formats.exl3_code import BLOCK, CODEBOOKS, MARKERS, TILE, half_bits
 
 QUANT_METHOD = "exl3"
 _FIELDS = {"trellis", "suh", "svh", "su", "sv", *MARKERS}

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-BLOCK = 128
+from tfglm.formats.exl3_code import BLOCK
+
 # 1/sqrt(128) as the float32 every implementation of the format multiplies by.
 SCALE = 0.08838834764831845
 

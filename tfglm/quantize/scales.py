@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tfglm.formats.exl3_code import CODEBOOK_SCALE, TILE
-from tfglm.formats.hadamard import BLOCK, SCALE, signs_matrix
+from tfglm.formats.exl3_code import BLOCK, CODEBOOK_SCALE, TILE
+from tfglm.formats.hadamard import SCALE, signs_matrix
 
 # Error feedback widens the targets beyond the weights; the scale is searched on tiles widened likewise (by bits).
 _DRIFT = {1.0: 1.08, 1.5: 1.035, 2.0: 1.018, 2.5: 1.009, 3.0: 1.004}
