@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Products this small gain nothing from threads, and threads waiting for each other on a busy machine cost a lot."""
+    """Products this small gain nothing from threads, and threads that wait for each other cost a lot."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -36,11 +36,11 @@ class LatentCache:
             raise ConfigError(f"kv is {kv!r}; supported: {', '.join(DTYPES)}")
         if tokens < 1:
             raise ConfigError(f"the cache has room for {tokens} tokens; at least 1 is needed")
-        self.pool = PagePool(pages_for(tokens))
+        pages = pages_for(tokens)
         self.bytes_per_token = bytes_per_token(config, kv)
 
         def plane(width: int) -> torch.Tensor:
-            return torch.empty(self.pool.pages, PAGE, width, dtype=DTYPES[kv])
+            return torch.empty(pages, PAGE, width, dtype=DTYPES[kv])
 
         try:
             self.layers = [
@@ -52,11 +52,12 @@ class LatentCache:
                 for kind in config.indexer_types
             ]
         except RuntimeError as exc:
-            gib = self.pool.pages * PAGE * self.bytes_per_token / 2**30
+            gib = pages * PAGE * self.bytes_per_token / 2**30
             raise MemoryShortError(
                 f"a cache of {tokens} tokens needs {gib:.1f} GiB ({self.bytes_per_token} bytes a token), which the "
                 "system refuses; ask for fewer tokens"
             ) from exc
+        self.pool = PagePool(pages)
 
 
 def bytes_per_token(config: ModelConfig, kv: str) -> int:

@@ -83,7 +83,7 @@ class ModelWeights:
 
 
 def load_weights(config: ModelConfig, source: Source) -> ModelWeights:
-    """Every tensor of the trunk, each read once; at most one layer's stack is held twice while it is filled."""
+    """Every tensor of the trunk, each read once. Besides the weights at most three matrices are held at a time."""
     return ModelWeights(
         embed=source("model.embed_tokens.weight"),
         layers=tuple(_layer(config, source, layer) for layer in range(config.num_hidden_layers)),
@@ -148,12 +148,10 @@ def _experts(config: ModelConfig, source: Source, prefix: str) -> Experts:
     """The experts of one layer, filled one matrix at a time. Another format is another branch here and in
     `Ops.experts`."""
     count, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-    dtype = None
     for expert in range(count):
         gate, up, down = (source(f"{prefix}.{expert}.{name}_proj.weight") for name in ("gate", "up", "down"))
-        if dtype is None:
-            dtype = gate.dtype
-            gate_up, downs = gate.new_empty(count, 2 * inner, hidden), gate.new_empty(count, hidden, inner)
+        if expert == 0:
+            gate_up, downs = gate.new_empty(count, 2 * inner, hidden), down.new_empty(count, hidden, inner)
         gate_up[expert, :inner] = gate
         gate_up[expert, inner:] = up
         downs[expert] = down
