@@ -126,10 +126,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling a checkpoint recommends (generation_config.json); a field it leaves out is off."""
+    """Sampling of a request that names none: generation_config.json, else the values published for GLM-5."""
 
     temperature: float = 1.0
-    top_p: float = 1.0
+    top_p: float = 0.95
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -138,13 +138,13 @@ class GenerationDefaults:
 
     @classmethod
     def from_file(cls, path: Path) -> GenerationDefaults:
-        """The defaults in `path`; all off if there is no such file. Raises ConfigError for a broken one."""
+        """The defaults in `path`; the published ones if there is no such file. Raises ConfigError for a broken one."""
         if not path.exists():
             return cls()
         fields = _Fields(read_object(path, ConfigError), str(path))
         return cls(
             temperature=fields.number("temperature", 1.0, low=0, high=100),
-            top_p=fields.number("top_p", 1.0, low=0, high=1),
+            top_p=fields.number("top_p", 0.95, low=0, high=1),
             top_k=fields.integer("top_k", 0, low=0),
             min_p=fields.number("min_p", 0.0, low=0, high=1),
             repetition_penalty=fields.number("repetition_penalty", 1.0, low=0.001, high=100),

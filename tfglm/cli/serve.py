@@ -86,7 +86,7 @@ def _load(checkpoint: Checkpoint, plan: CachePlan, kind: str, settings: Settings
     from tfglm.engine.engine import Engine
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.models.glm53 import load_model
-    from tfglm.server.info import ModelInfo, SamplingDefaults
+    from tfglm.server.info import ModelInfo
     from tfglm.server.state import Served
     from tfglm.server.template import ChatTemplate
 
@@ -110,7 +110,7 @@ def _load(checkpoint: Checkpoint, plan: CachePlan, kind: str, settings: Settings
     engine.start()
     started.append(engine)
     name = settings.served_name or path.resolve().name
-    return Served(engine, tokenizer, template, ModelInfo(name, plan.context, SamplingDefaults.from_folder(path)))
+    return Served(engine, tokenizer, template, ModelInfo(name, plan.context, defaults))
 
 
 def _drafting(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tfglm.checkpoint.config import GenerationDefaults
 from tfglm.engine.api import SamplingParams
 from tfglm.server.errors import ApiError, invalid, unsupported
-from tfglm.server.info import ModelInfo, SamplingDefaults
+from tfglm.server.info import ModelInfo
 from tfglm.server.jsontext import kind_of, shown
 from tfglm.server.schemas import ReplyFields
 
@@ -33,7 +34,7 @@ def check_supported(body: ReplyFields) -> None:
         raise unsupported("response_format", f"response_format {shown(kind)} is not supported yet; only 'text' is")
 
 
-def sampling_params(body: ReplyFields, defaults: SamplingDefaults, vocab_size: int) -> SamplingParams:
+def sampling_params(body: ReplyFields, defaults: GenerationDefaults, vocab_size: int) -> SamplingParams:
     def value(given: float | None, default: float) -> float:
         return default if given is None else given
 
