@@ -1,4 +1,5 @@
-"""Before any test module imports torch: OpenMP threads that wait must not spin, or a loaded machine takes ten times as long."""
+"""Before any test module imports torch: OpenMP threads that wait must not spin, or a loaded machine takes ten times as
+long."""
 
 import os
 
