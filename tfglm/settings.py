@@ -64,6 +64,9 @@ class Settings:
     draft_noise: float = _setting(
         1.0, "share of the reply's own noise in the choice of sampled drafts; 0 drafts greedily", low=0, high=2
     )
+    draft_trace: str = _setting(
+        "", "file to write every possible draft into, for tfglm bench drafts; replies then come one token at a time"
+    )
     max_tokens: int = _setting(
         32768, "reply budget of a request that names none; cut to the window, never refused", low=1, high=1048576
     )

@@ -121,11 +121,17 @@ def _drafting(
 ) -> Drafting | None:
     """The drafter, loaded, and windows timed; None when nothing is to be drafted."""
     from tfglm.drafts.choose import load_drafter, measured_costs
-    from tfglm.drafts.costs import TEXT
+    from tfglm.drafts.costs import TEXT, Costs
     from tfglm.drafts.policy import Policy
     from tfglm.drafts.speculator import Speculator
+    from tfglm.drafts.trace import TracingDrafter
     from tfglm.engine.drafting import Drafting
 
+    if settings.draft_trace:
+        tracing = TracingDrafter(load_drafter(kind, checkpoint, model, settings), Path(settings.draft_trace))
+        nothing = Policy(Costs((1.0,)))
+        speculator = Speculator(tracing, nothing, copy=False, vocab_size=tokenizer.vocab_size)
+        return Drafting(speculator, settings.draft_noise)
     if kind == "none" and not settings.copy:
         return None
     drafter = load_drafter(kind, checkpoint, model, settings)

@@ -46,13 +46,15 @@ NO_DRAFT = Draft()
 @dataclass(frozen=True)
 class Ask:
     """One stream's request for drafts. context: the drafter's own, of that stream. room: the most tokens that can be
-    of use. go_on: whether one more token is worth drafting after those with these confidences."""
+    of use. go_on: whether one more token is worth drafting after those with these confidences. sampled: whether the
+    target draws with noise."""
 
     context: Any
     pending: int
     room: int
     draw: Draw
     go_on: Callable[[Sequence[float]], bool]
+    sampled: bool
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def measured_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -
             context = drafter.open()
             drafter.read([Kept(context, text[:PROMPT], 0)], passed)
             start = time.perf_counter()
-            drafter.propose([Ask(context, text[PROMPT], room, _first, lambda confidence: True)])
+            drafter.propose([Ask(context, text[PROMPT], room, _first, lambda confidence: True, sampled=False)])
             elapsed = time.perf_counter() - start
             drafter.close(context)
             return elapsed * 1000

@@ -126,12 +126,12 @@ class Policy:
         rate = self.rate(streams)
         rows = self.costs.window(streams + verified) - self.costs.window(streams)
         gain = right - rate * (rows + self.costs.drafting(made) / streams)
-        record.gain = 0.875 * record.gain + 0.125 * gain
+        record.gain += (gain - record.gain) / 32
         if record.gain >= 0:
             record.rest = 0
         else:
             record.rest = min(LONGEST_REST, 2 * record.rest + 1)
-            record.resting = record.rest
+            record.resting, record.gain = record.rest, 0.0
 
     def spent(self, streams: int, rows: int, tokens: int, drafted: int) -> None:
         """A round of `rows` rows gave `tokens` tokens; drafted: the longest draft a model made for it, 0 for none."""

@@ -160,7 +160,14 @@ class Speculator:
 
         return drafter.propose(
             [
-                Ask(turn.lane.context, turn.pending, turn.room, turn.draw(), partial(worth, turn.lane.record))
+                Ask(
+                    context=turn.lane.context,
+                    pending=turn.pending,
+                    room=turn.room,
+                    draw=turn.draw(),
+                    go_on=partial(worth, turn.lane.record),
+                    sampled=turn.lane.record.sampled,
+                )
                 for turn in turns
             ]
         )
