@@ -1,0 +1,213 @@
+"""GLM-5.3 on an NVIDIA GPU: the same forward pass, with its small windows captured in CUDA graphs.
+
+A window of up to 16 rows is replayed from a graph of its own (rows, context) kind. Contexts are rounded up to powers of
+two, which sizes launches but changes no result; graph and eager forward give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from tfglm.cache.latent import LayerPlanes
+from tfglm.cache.pages import PAGE, PagePool, pages_for
+from tfglm.checkpoint.config import ModelConfig
+from tfglm.errors import ConfigError, MemoryShortError
+from tfglm.formats.latent import KvFormat, row_bytes
+from tfglm.models.glm53 import Glm53
+from tfglm.models.taps import Passed, Taps
+from tfglm.models.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from tfglm.models.window import LaidOut
+from tfglm.ops.base import PlainExperts, Window
+from tfglm.ops.cuda import CudaOps, Precision
+
+GRAPH_ROWS = 16
+_LEAST_CONTEXT = 4096
+
+
+class PackedCache:
+    """The planes of every layer on the device, in bytes, and the pool of their pages.
+
+    Raises ConfigError for an impossible size, MemoryShortError when the device has no room for it.
+    """
+
+    def __init__(self, config: ModelConfig, tokens: int, kv: KvFormat, device: torch.device) -> None:
+        if tokens < 1:
+            raise ConfigError(f"the cache has room for {tokens} tokens; at least 1 is needed")
+        self.pool = PagePool(pages_for(tokens))
+        row = row_bytes(kv, config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim)
+        full = config.indexer_types.count("full")
+        self.bytes_per_token = config.num_hidden_layers * (row.latent + row.rotary) + full * row.index
+
+        def plane(width: int) -> torch.Tensor:
+            return torch.zeros(self.pool.pages, PAGE, width, dtype=torch.uint8, device=device)
+
+        try:
+            self.layers = [
+                LayerPlanes(plane(row.latent), plane(row.rotary), plane(row.index) if kind == "full" else None)
+                for kind in config.indexer_types
+            ]
+        except torch.OutOfMemoryError as exc:
+            gib = self.pool.pages * PAGE * self.bytes_per_token / 2**30
+            raise MemoryShortError(
+                f"a cache of {tokens} tokens needs {gib:.1f} GiB ({self.bytes_per_token} bytes a token) on the GPU, "
+                "which has less left; ask for fewer tokens or a smaller kv format"
+            ) from exc
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured forward: where its inputs are read, what replays it, where its results lie."""
+
+    inputs: torch.Tensor
+    graph: torch.cuda.CUDAGraph
+    passed: Passed
+
+
+class CudaGlm53(Glm53):
+    """The model on a CUDA device. graphs: replay small windows instead of launching them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        tokens: int,
+        precision: Precision,
+        device: torch.device,
+        graphs: bool = True,
+    ) -> None:
+        self.device = device
+        self.config = config
+        self.ops: CudaOps = CudaOps(precision, self.device)
+        self.weights = held(weights, self.ops)
+        self.cache = PackedCache(config, tokens, precision.kv, self.device)  # type: ignore[assignment]
+        half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
+        self.frequencies = (1.0 / config.rope_theta**half).to(self.device)
+        self._use_graphs = graphs
+        self._graphs: dict[tuple[int, int, Taps], _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
+        """Logits on the host; tapped rows stay on the device and belong to the caller."""
+        count, longest = rows.tokens.shape[0], max(s.position + s.stop - s.start for s in rows.window.spans)
+        if self._use_graphs and count <= GRAPH_ROWS:
+            return self._replay(rows, max(_LEAST_CONTEXT, 1 << (longest - 1).bit_length()), taps)
+        self.ops.context = pages_for(longest) * PAGE
+        packed = _packed(rows, len(rows.window.spans), self.ops.context, self.device)
+        passed = super()._forward(_unpacked(packed.to(self.device), rows, len(rows.window.spans)), taps)
+        return replace(passed, logits=passed.logits.cpu())
+
+    def _replay(self, rows: LaidOut, context: int, taps: Taps) -> Passed:
+        count = rows.tokens.shape[0]
+        inputs = _packed(rows, count, context, self.device)
+        key = (count, context, taps)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(inputs.to(self.device), rows, context, taps)
+        ready = self._graphs[key]
+        ready.inputs.copy_(inputs, non_blocking=True)
+        ready.graph.replay()
+        normed = None if ready.passed.normed is None else ready.passed.normed.clone()
+        streams = {layer: x.clone() for layer, x in ready.passed.streams.items()}
+        return Passed(ready.passed.logits.cpu()[rows.wanted], normed, streams)
+
+    def _capture(self, inputs: torch.Tensor, rows: LaidOut, context: int, taps: Taps) -> _Graph:
+        """All rows' logits are computed: the head reads its weights once however many are wanted."""
+        count = rows.tokens.shape[0]
+        laid_out = _unpacked(inputs, replace(rows, wanted=torch.arange(count)), count)
+        self.ops.context = context
+        super()._forward(laid_out, taps)  # loads every kernel; what it writes, the replay writes again
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            passed = super()._forward(laid_out, taps)
+        return _Graph(inputs, graph, passed)
+
+
+def _packed(rows: LaidOut, streams: int, context: int, device: torch.device) -> torch.Tensor:
+    """A window's tensors as one row of int64, with the pages of `context` tokens of `streams` streams.
+
+    Pinned for a GPU, so that one copy that the host need not wait for brings them there.
+    """
+    window = rows.window
+    pages = torch.zeros(streams, context // PAGE, dtype=torch.int64)
+    given = window.pages[:, : pages.shape[1]]
+    pages[: given.shape[0], : given.shape[1]] = given
+    packed = torch.cat((rows.tokens, window.positions, window.slots, window.stream_of, pages.flatten()))
+    return packed.pin_memory() if device.type == "cuda" else packed
+
+
+def _unpacked(packed: torch.Tensor, rows: LaidOut, streams: int) -> LaidOut:
+    """The same window as views of the device's copy."""
+    count = rows.tokens.shape[0]
+    tokens, positions, slots, stream_of = packed[: 4 * count].view(4, count)
+    window = Window(positions, slots, packed[4 * count :].view(streams, -1), stream_of, rows.window.spans)
+    return LaidOut(tokens, window, rows.wanted.to(packed.device))
+
+
+# ---- weights
+
+
+def held(weights: ModelWeights, ops: CudaOps) -> ModelWeights:
+    """The weights in the formats and on the device of `ops`."""
+    return ModelWeights(
+        embed=weights.embed.to(ops.device, torch.bfloat16),
+        layers=tuple(_layer(layer, ops) for layer in weights.layers),
+        norm=weights.norm.to(ops.device),
+        head=ops.hold(weights.head, ops.precision.head, float_out=True),
+    )
+
+
+def _layer(layer: LayerWeights, ops: CudaOps) -> LayerWeights:
+    ffn = layer.ffn
+    return LayerWeights(
+        attention_norm=layer.attention_norm.to(ops.device),
+        attention=_attention(layer.attention, ops),
+        ffn_norm=layer.ffn_norm.to(ops.device),
+        ffn=_mlp(ffn, ops) if isinstance(ffn, MlpWeights) else _moe(ffn, ops),
+    )
+
+
+def _attention(weights: AttentionWeights, ops: CudaOps) -> AttentionWeights:
+    """The indexer stays bfloat16: its choices are made of near ties, which coarse weights turn over."""
+    kind, indexer = ops.precision.dense, weights.indexer
+    if indexer is not None:
+        indexer = replace(
+            indexer,
+            wq_b=ops.hold(indexer.wq_b, "bf16"),
+            key_and_heads=ops.hold(indexer.key_and_heads, "bf16"),
+            key_norm=indexer.key_norm.to(ops.device),
+            key_norm_bias=indexer.key_norm_bias.to(ops.device),
+        )
+    return AttentionWeights(
+        a_proj=ops.hold(weights.a_proj, kind),
+        q_norm=weights.q_norm.to(ops.device),
+        q_b_proj=ops.hold(weights.q_b_proj, kind),
+        latent_norm=weights.latent_norm.to(ops.device),
+        key_up=ops.hold_heads(weights.key_up.transpose(1, 2)),
+        value_up=ops.hold_heads(weights.value_up),
+        o_proj=ops.hold(weights.o_proj, kind),
+        indexer=indexer,
+    )
+
+
+def _mlp(weights: MlpWeights, ops: CudaOps) -> MlpWeights:
+    kind = ops.precision.dense
+    return MlpWeights(ops.hold(weights.gate_up, kind), ops.hold(weights.down, kind))
+
+
+def _moe(weights: MoeWeights, ops: CudaOps) -> MoeWeights:
+    experts = weights.experts
+    return MoeWeights(
+        gate=ops.hold(weights.gate, "bf16"),
+        correction=weights.correction.to(ops.device),
+        experts=PlainExperts(ops.hold_heads(experts.gate_up), ops.hold_heads(experts.down)),
+        shared=_mlp(weights.shared, ops),
+    )
+
+
+def reader(read: Callable[[str], torch.Tensor], device: torch.device) -> Callable[[str], torch.Tensor]:
+    """`read` with every tensor brought to the device, where weights are then stacked and converted."""
+    return lambda name: read(name).to(device)
