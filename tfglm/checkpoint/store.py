@@ -50,8 +50,9 @@ _PAGE_BYTES = 4096
 class Checkpoint:
     """An open checkpoint whose files hold exactly the tensors its config asks for.
 
-    config: the model's facts. entries: where each tensor lies. linears: those stored as EXL3, by name without a field.
-    nbytes: bytes of all tensors.
+    config: the model's facts. entries: where each tensor lies. linears: those stored as EXL3, by their name without
+    ".weight". shapes: of each of these, outputs and inputs before padding. nbytes: bytes of all tensors.
+    decoded_nbytes: the same once every EXL3 linear has been decoded to fp16 beside its bits, as the CPU path does.
     """
 
     def __init__(
@@ -60,13 +61,16 @@ class Checkpoint:
         config: ModelConfig,
         entries: Mapping[str, TensorEntry],
         linears: Mapping[str, Exl3Linear],
+        shapes: Mapping[str, tuple[int, ...]],
         fds: dict[Path, int],
     ) -> None:
         self.path = path
         self.config = config
         self.entries: Mapping[str, TensorEntry] = MappingProxyType(dict(entries))
         self.linears: Mapping[str, Exl3Linear] = MappingProxyType(dict(linears))
+        self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(dict(shapes))
         self.nbytes = sum(entry.nbytes for entry in entries.values())
+        self.decoded_nbytes = self.nbytes + sum(2 * linear.k * linear.n for linear in linears.values())
         self._fds = fds
         self._idle = threading.Condition()
         self._reading = 0
@@ -93,7 +97,8 @@ class Checkpoint:
         except BaseException:
             _close_all(fds)
             raise
-        return cls(folder, config, entries, linears, fds)
+        shapes = {name: expected[f"{name}.weight"].shape for name in linears}
+        return cls(folder, config, entries, linears, shapes, fds)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
         """A tensor, or rows of its first and columns of its second dimension, in memory of its own.

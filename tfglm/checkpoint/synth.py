@@ -19,6 +19,7 @@ from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import TensorSpec, expected_tensors
 from tfglm.checkpoint.presets import ADDED_TOKENS, PAD_COLUMNS, PRESETS, preset_config
 from tfglm.checkpoint.safetensors import INDEX_FILE, ITEM_BYTES, build_header
+from tfglm.checkpoint.synth_exl3 import quantization_config, with_exl3_experts
 from tfglm.checkpoint.vocabulary import build_tokenizer, tokenizer_config
 from tfglm.checkpoint.weights import tensor_blocks
 from tfglm.errors import CheckpointError, ConfigError
@@ -35,6 +36,7 @@ def write_checkpoint(
     seed: int = 0,
     *,
     shard_bytes: int | None = None,
+    expert_bits: float | None = None,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
     **overrides: Any,
@@ -42,13 +44,18 @@ def write_checkpoint(
     """Write a random checkpoint into the folder `path` and return its config.
 
     overrides replace fields of config.json (num_hidden_layers=4). shard_bytes: largest shard, by default a third of the
-    whole or 5 GiB. progress(done, total) is called in bytes of weights. A folder that is not empty is refused unless
-    `force`, which replaces an older checkpoint in it. Files appear under their names when all are complete, config.json
-    last. Raises ConfigError or CheckpointError.
+    whole or 5 GiB. expert_bits: make the routed experts EXL3 of this mean width instead of BF16. progress(done, total)
+    is called in bytes of weights. A folder that is not empty is refused unless `force`, which replaces an older
+    checkpoint in it. Files appear under their names when all are complete, config.json last. Raises ConfigError or
+    CheckpointError.
     """
     raw = preset_config(preset, overrides)
+    if expert_bits is not None:
+        raw["quantization_config"] = quantization_config(expert_bits)
     config = ModelConfig.from_dict(raw)
     specs = expected_tensors(config)
+    if expert_bits is not None:
+        specs = with_exl3_experts(specs, config, expert_bits, seed)
     total = sum(_nbytes(spec) for spec in specs.values())
     if shard_bytes is None:
         shard_bytes = min(DEFAULT_SHARD_BYTES, -(-total // 3))

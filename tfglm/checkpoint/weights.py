@@ -8,35 +8,56 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tfglm.checkpoint.names import TensorSpec
+from tfglm.formats.exl3_code import CODEBOOK_SCALE, MARKERS
 
 _BLOCK_VALUES = 1 << 22
 _GAINS = {"lm_head": 2.5, "o_proj": 0.5, "down_proj": 0.5}
 """Logits of std about 2.5; branches smaller than the residual stream, so that layers do not blow up a rounding."""
+_SHARED_SUH = re.compile(r"(\.mlp\.experts)\.\d+\.(?:gate|up)_proj\.suh$")
+"""One stream for the input scales of gate and up of all experts of a layer."""
 _DICE, _SIDES = 12, 256
 
 
 def tensor_blocks(name: str, spec: TensorSpec, seed: int) -> Iterator[bytes]:
-    """The tensor's bytes (BF16 or F32, row-major, little-endian), a block at a time.
+    """The tensor's bytes (row-major, little-endian), a block at a time.
 
-    Values are mean + std * normal, where each normal comes from 16 bits of the tensor's own random stream.
+    BF16 and F32 values are mean + std * normal, where each normal comes from 16 bits of the tensor's own random stream;
+    the fields of an EXL3 linear are I16 random bits, F16 scales made likewise, and an I32 marker.
     """
-    mean, std = _distribution(name, spec)
-    table = np.float32(mean) + np.float32(std) * _normal_table()
-    codes = _bfloat16(table) if spec.dtype == "BF16" else table.astype("<f4")
-    stream = np.random.Philox(key=_key(name, seed))
+    marker = name.rpartition(".")[2]
+    if marker in MARKERS:
+        yield MARKERS[marker].to_bytes(4, "little")
+        return
+    codes = _codes(name, spec)
+    stream = np.random.Philox(key=_key(_SHARED_SUH.sub(r"\1.suh", name), seed))
     left = int(np.prod(spec.shape))
     while left:
         count = min(left, _BLOCK_VALUES)
         words = stream.random_raw(-(-count // 4)).astype("<u8", copy=False)
         yield codes[words.view("<u2")[:count]].tobytes()
         left -= count
+
+
+def _codes(name: str, spec: TensorSpec) -> npt.NDArray[Any]:
+    """The values that each of 65,536 equally likely 16-bit draws stands for, as stored."""
+    if spec.dtype == "I16":
+        return np.arange(1 << 16, dtype="<u2")
+    if spec.dtype == "F16":
+        signs = 1 - 2 * (np.arange(1 << 16, dtype=np.float32) % 2)
+        size = _gain(name) * spec.shape[0] ** -0.5 / CODEBOOK_SCALE if name.endswith(".suh") else 1.0
+        return (signs * np.float32(size) * (1 + np.float32(0.1) * _normal_table())).astype("<f2")
+    mean, std = _distribution(name, spec)
+    table = np.float32(mean) + np.float32(std) * _normal_table()
+    return _bfloat16(table) if spec.dtype == "BF16" else table.astype("<f4")
 
 
 def _distribution(name: str, spec: TensorSpec) -> tuple[float, float]:
@@ -49,8 +70,12 @@ def _distribution(name: str, spec: TensorSpec) -> tuple[float, float]:
         return 1.0, 0.1
     if name == "model.embed_tokens.weight":
         return 0.0, 1.0
-    gain = _GAINS.get(name.removesuffix(".weight").rpartition(".")[2], 1.0)
-    return 0.0, gain * spec.shape[1] ** -0.5
+    return 0.0, _gain(name) * spec.shape[1] ** -0.5
+
+
+def _gain(name: str) -> float:
+    """name: of a linear's field, P.weight or P.suh."""
+    return _GAINS.get(name.rpartition(".")[0].rpartition(".")[2], 1.0)
 
 
 def _key(name: str, seed: int) -> int:

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             kind = drafter_kind(settings, checkpoint.config)
             plan = plan_cache(
                 available=available_bytes(),
-                weights=checkpoint.nbytes,
+                weights=checkpoint.decoded_nbytes,
                 bytes_per_token=bytes_per_token(checkpoint.config, settings.kv)
                 + cached_bytes_per_token(kind, checkpoint.config, settings.kv),
                 page=PAGE,

@@ -9,6 +9,8 @@ from typing import Any
 
 from tfglm.errors import ConfigError
 
+_EXL3 = "exl3:"
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -23,7 +25,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--seed", type=int, default=0, help="another seed, other weights (default: 0)")
     parser.add_argument("--layers", type=int, metavar="N", help="short for --set num_hidden_layers=N")
-    parser.add_argument("--experts", type=int, metavar="N", help="short for --set n_routed_experts=N")
+    parser.add_argument(
+        "--experts",
+        action="append",
+        default=[],
+        metavar="N|exl3:BITS",
+        help="a number is short for --set n_routed_experts=N; exl3:2.75 makes the routed experts EXL3, each of 2, 3 or "
+        "4 bits with that mean; may be given twice",
+    )
     parser.add_argument(
         "--set",
         dest="fields",
@@ -44,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tfglm.checkpoint.synth import write_checkpoint
 
-    overrides = _overrides(args)
+    overrides, expert_bits = _overrides(args), _expert_bits(args)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -54,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             args.preset,
             args.seed,
             shard_bytes=None if args.shard_mib is None else args.shard_mib << 20,
+            expert_bits=expert_bits,
             force=args.force,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             **overrides,
@@ -80,6 +90,22 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
             overrides[name] = value
     if args.layers is not None:
         overrides["num_hidden_layers"] = args.layers
-    if args.experts is not None:
-        overrides["n_routed_experts"] = args.experts
+    for text in args.experts:
+        if not text.startswith(_EXL3):
+            try:
+                overrides["n_routed_experts"] = int(text)
+            except ValueError:
+                raise ConfigError(
+                    f"--experts {text}: a number of experts or exl3:BITS, such as exl3:2.75, is needed"
+                ) from None
     return overrides
+
+
+def _expert_bits(args: argparse.Namespace) -> float | None:
+    for text in args.experts:
+        if text.startswith(_EXL3):
+            try:
+                return float(text.removeprefix(_EXL3))
+            except ValueError:
+                raise ConfigError(f"--experts {text}: a mean width is needed, such as exl3:2.75") from None
+    return None

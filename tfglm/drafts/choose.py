@@ -8,44 +8,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfglm.cache.latent import DTYPES
-from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.drafts.base import Ask, Drafter, Kept
 from tfglm.drafts.costs import PROMPT, Costs, enough, measure
 from tfglm.drafts.mtp import MtpDrafter
 from tfglm.drafts.policy import WINDOW_ROWS
-from tfglm.errors import ConfigError
 from tfglm.models.glm53 import Glm53
-from tfglm.models.mtp import Mtp, load_mtp, mtp_bytes_per_token
+from tfglm.models.mtp import Mtp, load_mtp
+from tfglm.models.source import CheckpointSource
 from tfglm.models.window import Rows
 from tfglm.settings import Settings
 
 log = logging.getLogger(__name__)
 
 
-def drafter_kind(settings: Settings, config: ModelConfig) -> str:
-    """The drafter that the settings and the checkpoint come to: "mtp" or "none". Raises ConfigError for one that is
-    asked for and is not there."""
-    has_mtp = bool(config.num_nextn_predict_layers)
-    if settings.drafter == "auto":
-        return "mtp" if has_mtp else "none"
-    if settings.drafter == "mtp" and not has_mtp:
-        raise ConfigError(
-            "--drafter is mtp, but the checkpoint has no MTP layer (num_nextn_predict_layers is 0); none and auto work"
-        )
-    return settings.drafter
-
-
-def cached_bytes_per_token(kind: str, config: ModelConfig, kv: str) -> int:
-    """Bytes a drafter caches for one token beside the trunk's own."""
-    return mtp_bytes_per_token(config, DTYPES[kv].itemsize) if kind == "mtp" else 0
-
-
 def load_drafter(kind: str, checkpoint: Checkpoint, model: Glm53, settings: Settings) -> Drafter | None:
     """The drafter of a kind from `drafter_kind`, None for "none"."""
     if kind == "mtp":
-        weights = load_mtp(model.weights, model.config, checkpoint.read)
+        weights = load_mtp(model.weights, model.config, CheckpointSource(checkpoint))
         return MtpDrafter(Mtp(model, weights, settings.kv))
     return None
 

@@ -122,6 +122,16 @@ def _sized(
     return Exl3Linear(k, n, bits, codebook, signs_only, tuple(sorted(fields)))
 
 
+def stored_tensors(prefix: str, k: int, n: int, bits: float, codebook: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, shape) of the tensors that a linear is stored as."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        f"{prefix}.trellis": ("I16", (k // TILE, n // TILE, int(TILE * bits))),
+        f"{prefix}.suh": ("F16", (k,)),
+        f"{prefix}.svh": ("F16", (n,)),
+    }
+    return tensors | ({f"{prefix}.{codebook}": ("I32", ())} if codebook in MARKERS else {})
+
+
 def check_marker(name: str, value: int) -> None:
     """Raise CheckpointError unless a marker tensor (called P.mcg or P.mul1) holds the one value that its codebook has.
 

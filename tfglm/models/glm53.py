@@ -14,6 +14,7 @@ from tfglm.checkpoint.store import Checkpoint
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.models import mla, moe
 from tfglm.models.shapes import shapes_of
+from tfglm.models.source import CheckpointSource
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.weights import ModelWeights, load_weights
 from tfglm.models.window import LaidOut, Rows, check, lay_out, reserve
@@ -120,14 +121,7 @@ def load_model(
         raise ConfigError(f"device is {device!r}; supported: 'cpu'")
     mtp = layer_prefix(checkpoint.config.num_hidden_layers) + "."
     total = sum(entry.nbytes for name, entry in checkpoint.entries.items() if not name.startswith(mtp))
-    done = 0
-
-    def read(name: str) -> torch.Tensor:
-        nonlocal done
-        tensor = checkpoint.read(name)
-        done += tensor.nbytes
-        if progress:
-            progress(done, total)
-        return tensor
-
-    return Glm53(checkpoint.config, load_weights(checkpoint.config, read), tokens=tokens, kv=kv)
+    source = CheckpointSource(checkpoint, (lambda done: progress(done, total)) if progress else None)
+    shapes = shapes_of(checkpoint.config, {(linear.k, linear.n) for linear in checkpoint.linears.values()})
+    weights = load_weights(checkpoint.config, source)
+    return Glm53(checkpoint.config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(RowMath.verified(shapes)))

@@ -16,6 +16,7 @@ from tfglm.cache.pages import PAGE, PagePool, pages_for
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.formats.latent import KvFormat, row_bytes
+from tfglm.models.exl3_loader import plain_experts
 from tfglm.models.glm53 import Glm53
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
@@ -199,7 +200,7 @@ def _mlp(weights: MlpWeights, ops: CudaOps) -> MlpWeights:
 
 
 def _moe(weights: MoeWeights, ops: CudaOps) -> MoeWeights:
-    experts = weights.experts
+    experts = plain_experts(weights.experts)
     return MoeWeights(
         gate=ops.hold(weights.gate, "bf16"),
         correction=weights.correction.to(ops.device),

@@ -20,9 +20,11 @@ from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.models import mla, moe
 from tfglm.models.glm53 import Glm53
-from tfglm.models.weights import ModelWeights, Source, load_weights
+from tfglm.models.source import Read, RenamedSource, Source, as_source
+from tfglm.models.weights import ModelWeights, load_weights
 from tfglm.models.window import LaidOut, Rows, check, lay_out, reserve
 from tfglm.ops.base import Selection
+from tfglm.ops.exl3_weights import Weight
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class MtpWeights:
     layer: ModelWeights
     enorm: torch.Tensor
     hnorm: torch.Tensor
-    eh_proj: torch.Tensor
+    eh_proj: Weight
 
 
 @dataclass(frozen=True)
@@ -46,23 +48,21 @@ class MtpStep:
     selection: Selection
 
 
-def load_mtp(trunk: ModelWeights, config: ModelConfig, source: Source) -> MtpWeights:
+def load_mtp(trunk: ModelWeights, config: ModelConfig, source: Source | Read) -> MtpWeights:
     """The MTP layer, number num_hidden_layers, of a checkpoint whose trunk is loaded."""
-    prefix = layer_prefix(config.num_hidden_layers)
-    shared = {"model.embed_tokens.weight": trunk.embed, "lm_head.weight": trunk.head}
+    prefix, source = layer_prefix(config.num_hidden_layers), as_source(source)
 
-    def renamed(name: str) -> torch.Tensor:
-        if name in shared:
-            return shared[name]
+    def rename(name: str) -> str:
         if name == "model.norm.weight":
-            return source(f"{prefix}.shared_head.norm.weight")
-        return source(name.replace(f"{layer_prefix(0)}.", f"{prefix}.", 1))
+            return f"{prefix}.shared_head.norm.weight"
+        return name.replace(f"{layer_prefix(0)}.", f"{prefix}.", 1)
 
+    held = {"model.embed_tokens": trunk.embed, "lm_head": trunk.head}
     return MtpWeights(
-        layer=load_weights(_alone(config), renamed),
-        enorm=source(f"{prefix}.enorm.weight").float(),
-        hnorm=source(f"{prefix}.hnorm.weight").float(),
-        eh_proj=source(f"{prefix}.eh_proj.weight"),
+        layer=load_weights(_alone(config), RenamedSource(source, rename, held)),
+        enorm=source.tensor(f"{prefix}.enorm.weight").float(),
+        hnorm=source.tensor(f"{prefix}.hnorm.weight").float(),
+        eh_proj=source.linear(f"{prefix}.eh_proj"),
     )
 
 

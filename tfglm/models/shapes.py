@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.ops.reference import list_width
 from tfglm.ops.rows import MIN_COLUMNS, Shapes
 
 
-def shapes_of(config: ModelConfig) -> Shapes:
+def shapes_of(config: ModelConfig, quantised: Iterable[tuple[int, int]] = ()) -> Shapes:
+    """quantised: (inputs, outputs), padded, of the linears that are not plain matrices."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     nope, rotary, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     index_heads, index_width = config.index_n_heads, config.index_head_dim
-    linears = {
+    linears = set(quantised) | {
         (hidden, config.q_lora_rank + latent + rotary),
         (config.q_lora_rank, heads * config.qk_head_dim),
         (config.q_lora_rank, index_heads * index_width),

@@ -6,17 +6,15 @@ num_hidden_layers) is not part of the trunk and is not loaded here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
-from tfglm.ops.base import Experts, PlainExperts
-
-Source = Callable[[str], torch.Tensor]
-"""A tensor by its checkpoint name, in memory of its own: `Checkpoint.read`, or the __getitem__ of a state dict."""
+from tfglm.models.source import Read, Source, as_source
+from tfglm.ops.base import Experts
+from tfglm.ops.exl3_weights import StackedWeight, Weight
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class IndexerWeights:
     """wq_b [index heads * index_head_dim, q_lora_rank]. key_and_heads: wk [index_head_dim, hidden] over weights_proj
     [index heads, hidden]. Norm of the key: weight and bias [index_head_dim]."""
 
-    wq_b: torch.Tensor
-    key_and_heads: torch.Tensor
+    wq_b: Weight
+    key_and_heads: Weight
     key_norm: torch.Tensor
     key_norm_bias: torch.Tensor
 
@@ -36,13 +34,13 @@ class AttentionWeights:
     apart into key_up [heads, nope, kv_lora_rank] and value_up [heads, v_head_dim, kv_lora_rank]. indexer: None on
     shared layers."""
 
-    a_proj: torch.Tensor
+    a_proj: Weight
     q_norm: torch.Tensor
-    q_b_proj: torch.Tensor
+    q_b_proj: Weight
     latent_norm: torch.Tensor
     key_up: torch.Tensor
     value_up: torch.Tensor
-    o_proj: torch.Tensor
+    o_proj: Weight
     indexer: IndexerWeights | None
 
 
@@ -50,8 +48,8 @@ class AttentionWeights:
 class MlpWeights:
     """gate_up [2 * inner, hidden] (gate rows first), down [hidden, inner]."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Weight
+    down: Weight
 
 
 @dataclass(frozen=True)
@@ -79,20 +77,22 @@ class ModelWeights:
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Weight
 
 
-def load_weights(config: ModelConfig, source: Source) -> ModelWeights:
+def load_weights(config: ModelConfig, source: Source | Read) -> ModelWeights:
     """Every tensor of the trunk, each read once. Besides the weights at most three matrices are held at a time."""
+    source = as_source(source)
     return ModelWeights(
-        embed=source("model.embed_tokens.weight"),
-        layers=tuple(_layer(config, source, layer) for layer in range(config.num_hidden_layers)),
+        embed=source.tensor("model.embed_tokens.weight"),
+        layers=tuple(load_layer(config, source, layer) for layer in range(config.num_hidden_layers)),
         norm=_vector(source, "model.norm.weight"),
-        head=source("lm_head.weight"),
+        head=source.linear("lm_head"),
     )
 
 
-def _layer(config: ModelConfig, source: Source, layer: int) -> LayerWeights:
+def load_layer(config: ModelConfig, source: Source, layer: int) -> LayerWeights:
+    """The weights of one layer of the trunk."""
     prefix = layer_prefix(layer)
     return LayerWeights(
         attention_norm=_vector(source, f"{prefix}.input_layernorm.weight"),
@@ -105,24 +105,24 @@ def _layer(config: ModelConfig, source: Source, layer: int) -> LayerWeights:
 
 
 def _attention(config: ModelConfig, source: Source, prefix: str, full: bool) -> AttentionWeights:
-    kv_b = source(f"{prefix}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
+    kv_b = source.tensor(f"{prefix}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
     key_up, value_up = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
     return AttentionWeights(
-        a_proj=_stack(source, f"{prefix}.q_a_proj.weight", f"{prefix}.kv_a_proj_with_mqa.weight"),
+        a_proj=_stack(source, f"{prefix}.q_a_proj", f"{prefix}.kv_a_proj_with_mqa"),
         q_norm=_vector(source, f"{prefix}.q_a_layernorm.weight"),
-        q_b_proj=source(f"{prefix}.q_b_proj.weight"),
+        q_b_proj=source.linear(f"{prefix}.q_b_proj"),
         latent_norm=_vector(source, f"{prefix}.kv_a_layernorm.weight"),
         key_up=key_up.contiguous(),
         value_up=value_up.contiguous(),
-        o_proj=source(f"{prefix}.o_proj.weight"),
+        o_proj=source.linear(f"{prefix}.o_proj"),
         indexer=_indexer(source, f"{prefix}.indexer") if full else None,
     )
 
 
 def _indexer(source: Source, prefix: str) -> IndexerWeights:
     return IndexerWeights(
-        wq_b=source(f"{prefix}.wq_b.weight"),
-        key_and_heads=_stack(source, f"{prefix}.wk.weight", f"{prefix}.weights_proj.weight"),
+        wq_b=source.linear(f"{prefix}.wq_b"),
+        key_and_heads=_stack(source, f"{prefix}.wk", f"{prefix}.weights_proj"),
         key_norm=_vector(source, f"{prefix}.k_norm.weight"),
         key_norm_bias=_vector(source, f"{prefix}.k_norm.bias"),
     )
@@ -130,38 +130,27 @@ def _indexer(source: Source, prefix: str) -> IndexerWeights:
 
 def _mlp(source: Source, prefix: str) -> MlpWeights:
     return MlpWeights(
-        gate_up=_stack(source, f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"),
-        down=source(f"{prefix}.down_proj.weight"),
+        gate_up=_stack(source, f"{prefix}.gate_proj", f"{prefix}.up_proj"), down=source.linear(f"{prefix}.down_proj")
     )
 
 
 def _moe(config: ModelConfig, source: Source, prefix: str) -> MoeWeights:
     return MoeWeights(
-        gate=source(f"{prefix}.gate.weight"),
+        gate=source.tensor(f"{prefix}.gate.weight"),
         correction=_vector(source, f"{prefix}.gate.e_score_correction_bias"),
-        experts=_experts(config, source, f"{prefix}.experts"),
+        experts=source.experts(config, f"{prefix}.experts"),
         shared=_mlp(source, f"{prefix}.shared_experts"),
     )
 
 
-def _experts(config: ModelConfig, source: Source, prefix: str) -> Experts:
-    """The experts of one layer, filled one matrix at a time. Another format is another branch here and in
-    `Ops.experts`."""
-    count, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-    for expert in range(count):
-        gate, up, down = (source(f"{prefix}.{expert}.{name}_proj.weight") for name in ("gate", "up", "down"))
-        if expert == 0:
-            gate_up, downs = gate.new_empty(count, 2 * inner, hidden), down.new_empty(count, hidden, inner)
-        gate_up[expert, :inner] = gate
-        gate_up[expert, inner:] = up
-        downs[expert] = down
-    return PlainExperts(gate_up, downs)
-
-
-def _stack(source: Source, first: str, second: str) -> torch.Tensor:
-    return torch.cat([source(first), source(second)])
+def _stack(source: Source, first: str, second: str) -> Weight:
+    """Two matrices that read the same input as one; side by side where one is stored in another format."""
+    parts = source.linear(first), source.linear(second)
+    if isinstance(parts[0], torch.Tensor) and isinstance(parts[1], torch.Tensor):
+        return torch.cat([parts[0], parts[1]])
+    return StackedWeight(parts)
 
 
 def _vector(source: Source, name: str) -> torch.Tensor:
     """Vectors are float32: widening them in every forward would cost more than the bytes they take."""
-    return source(name).float()
+    return source.tensor(name).float()

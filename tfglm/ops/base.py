@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from tfglm.checkpoint.config import ModelConfig
+from tfglm.ops.exl3_weights import Exl3Experts, Weight
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class PlainExperts:
     down: torch.Tensor
 
 
-Experts = PlainExperts
+Experts = PlainExperts | Exl3Experts
 """Every format in which a layer's routed experts may be held; `Ops.experts` handles each."""
 
 
@@ -98,8 +99,8 @@ class Ops(Protocol):
         halves; the other values as they are."""
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [R, inputs] through weight [outputs, inputs]: [R, outputs]."""
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """x [R, inputs] through a weight of that many inputs: [R, outputs]."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

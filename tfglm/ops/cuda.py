@@ -16,8 +16,9 @@ from tfglm.errors import ConfigError
 from tfglm.formats.groups import GROUP
 from tfglm.formats.latent import KvFormat
 from tfglm.ops import cuda_attention, cuda_cache, cuda_indexer, cuda_linear, cuda_router, cuda_rows
-from tfglm.ops.base import Experts, Rope, Routing, Selection, Window
+from tfglm.ops.base import Experts, PlainExperts, Rope, Routing, Selection, Window
 from tfglm.ops.cuda_linear import Dense
+from tfglm.ops.exl3_weights import Weight, plain
 
 DENSE_KINDS = ("bf16", "fp8", "q4", "q6", "q8")
 
@@ -51,11 +52,12 @@ class CudaOps:
 
     # ---- weights
 
-    def hold(self, weight: torch.Tensor, kind: str, *, float_out: bool = False) -> torch.Tensor:
+    def hold(self, weight: Weight, kind: str, *, float_out: bool = False) -> torch.Tensor:
         """A linear layer's weight [outputs, inputs] as `linear` takes it: converted to `kind`, on the device.
 
         Weights whose inputs are no multiple of 64 stay bfloat16. float_out: its results are float32.
         """
+        weight = plain(weight)
         if weight.shape[1] % GROUP:
             kind = "bf16"
         dense = cuda_linear.pack(weight.to(self.device), kind)
@@ -89,7 +91,8 @@ class CudaOps:
         """In place: x is the result of a linear layer that nothing else reads."""
         return cuda_rows.rotate(x, rope, x)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        assert isinstance(weight, torch.Tensor), "`hold` makes tensors of all weights"
         dtype = torch.float32 if weight.data_ptr() in self._float_out else torch.bfloat16
         return self._linear(x, self._held(weight), dtype)
 
@@ -165,6 +168,7 @@ class CudaOps:
 
     def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         """float32 [R, hidden]."""
+        assert isinstance(experts, PlainExperts), "quantised experts are made plain when the weights are held"
         rows, picks = routing.experts.shape
         count, doubled, hidden = experts.gate_up.shape
         pairs, most = rows * picks, min(count, rows * picks)

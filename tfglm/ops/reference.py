@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from tfglm.checkpoint.config import INDEXER_LAYER_NORM_EPS, ModelConfig
-from tfglm.ops import order
-from tfglm.ops.base import Experts, Rope, Routing, Selection, Window
+from tfglm.ops import exl3_reference, order
+from tfglm.ops.base import Experts, PlainExperts, Rope, Routing, Selection, Window
+from tfglm.ops.exl3_weights import Exl3Experts, StackedWeight, Weight
 from tfglm.ops.rows import MIN_COLUMNS, TILE, Rows
 
 _PIECE_ELEMENTS = 1 << 22
@@ -33,8 +34,12 @@ class ReferenceOps:
         even, odd = x[..., 0:rotary:2], x[..., 1:rotary:2]
         return torch.cat([even * cos - odd * sin, odd * cos + even * sin, x[..., rotary:]], dim=-1)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.rows.linear(x, weight)
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            return self.rows.linear(x, weight)
+        if isinstance(weight, StackedWeight):
+            return torch.cat([self.linear(x, part) for part in weight.parts], dim=1)
+        return exl3_reference.linear(self.rows, x, weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self.rows.rms_norm(x, weight, eps)
@@ -140,15 +145,19 @@ class ReferenceOps:
         return Routing(experts, weights * config.routed_scaling_factor)
 
     def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        few = x.shape[0] <= TILE and not self.rows.alone
-        outputs = self._few_rows(x, routing, experts) if few else self._many_rows(x, routing, experts)
+        if isinstance(experts, Exl3Experts):
+            outputs = exl3_reference.experts(self.rows, x, routing, experts)
+        elif x.shape[0] <= TILE and not self.rows.alone:
+            outputs = self._few_rows(x, routing, experts)
+        else:
+            outputs = self._many_rows(x, routing, experts)
         weighted = outputs * routing.weights[:, :, None]
         total = weighted[:, 0]
         for pick in range(1, weighted.shape[1]):
             total = total + weighted[:, pick]
         return total
 
-    def _few_rows(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+    def _few_rows(self, x: torch.Tensor, routing: Routing, experts: PlainExperts) -> torch.Tensor:
         """Every row through every expert that any row chose, [R, k, hidden]: a tile costs the same full or not."""
         chosen, place = routing.experts.unique(return_inverse=True)
         piece = max(1, _PIECE_ELEMENTS // experts.gate_up[0].numel())
@@ -158,7 +167,7 @@ class ReferenceOps:
             outputs.append(self.rows.grouped(self.swiglu(hidden), experts.down.index_select(0, part)))
         return torch.cat(outputs, dim=1)[torch.arange(x.shape[0])[:, None], place]
 
-    def _many_rows(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+    def _many_rows(self, x: torch.Tensor, routing: Routing, experts: PlainExperts) -> torch.Tensor:
         """Each expert over the rows that chose it: [R, k, hidden]."""
         picks = routing.experts.shape[1]
         by_expert = routing.experts.flatten().argsort(stable=True)  # (row, pick) pairs as row * picks + pick

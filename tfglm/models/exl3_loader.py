@@ -1,0 +1,125 @@
+"""EXL3 linears and a layer's experts out of a checkpoint, whole or one rank's columns of them.
+
+A rank holds whole 128-column blocks of an expert: columns of gate and up, rows of down. Down's part is one run of bytes
+and nothing else is read; gate's and up's lies in strips, read as the checkpoint sees fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from tfglm.errors import CheckpointError
+from tfglm.formats.exl3 import signs
+from tfglm.formats.exl3_code import BLOCK, MARKERS, TILE
+from tfglm.formats.exl3_tensors import Exl3Linear, check_marker
+from tfglm.ops.base import Experts, PlainExperts
+from tfglm.ops.exl3_weights import DOWN, GATE, PROJECTIONS, UP, Exl3Experts, Exl3Weight, buffer_for, plain
+
+
+class Read(Protocol):
+    """`Checkpoint.read`."""
+
+    def __call__(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor: ...
+
+
+def read_linear(read: Read, name: str, linear: Exl3Linear, outputs: int, inputs: int) -> Exl3Weight:
+    """One linear whole. outputs, inputs: its sizes before padding. Raises CheckpointError for a foreign marker."""
+    _check_marker(read, name, linear)
+    return Exl3Weight(
+        trellis=read(f"{name}.trellis"),
+        suh=_scales(read, name, linear, "u"),
+        svh=_scales(read, name, linear, "v"),
+        codebook=linear.codebook,
+        inputs=inputs,
+        outputs=outputs,
+    )
+
+
+def read_experts(
+    read: Read, linears: Mapping[str, Exl3Linear], prefix: str, count: int, share: tuple[int, int] | None = None
+) -> Exl3Experts:
+    """The experts prefix.0 .. prefix.(count - 1) of one layer, each trellis read into its place in one buffer.
+
+    share: (start, stop) of the inner columns to hold, multiples of 128; None: all. Raises CheckpointError for experts
+    that are not all EXL3 in one codebook, and for a foreign marker.
+    """
+    names = [[f"{prefix}.{expert}.{projection}" for projection in PROJECTIONS] for expert in range(count)]
+    first = _first(linears, names)
+    hidden, (start, stop) = first.k, share or (0, first.n)
+    if start % BLOCK or stop % BLOCK or not 0 <= start < stop <= first.n:
+        raise ValueError(f"columns {start} to {stop} of {first.n} are no whole blocks of {BLOCK}")
+    inner = stop - start
+    widths = torch.tensor([[round(2 * linears[name].bits) for name in row] for row in names], dtype=torch.int32)
+    buffer, offsets = buffer_for([hidden * inner * int(width) // 16 for width in widths.flatten()])
+    experts = Exl3Experts(
+        codebook=first.codebook,
+        buffer=buffer,
+        offsets=torch.tensor(offsets).view(count, 3).T.contiguous(),
+        half_bits=widths.T.contiguous(),
+        suh=torch.empty(2, count, hidden, dtype=torch.float16),
+        svh=torch.empty(2, count, inner, dtype=torch.float16),
+        down_suh=torch.empty(count, inner, dtype=torch.float16),
+        down_svh=torch.empty(count, hidden, dtype=torch.float16),
+    )
+    kept, tiles = slice(start, stop), slice(start // TILE, stop // TILE)
+    for expert, row in enumerate(names):
+        for projection, name in enumerate(row):
+            linear = linears[name]
+            _check_marker(read, name, linear)
+            down = projection == DOWN
+            part = {"rows": tiles} if down else {"columns": tiles}
+            experts.trellis(projection, expert).copy_(read(f"{name}.trellis", **part))
+            suh, svh = _scales(read, name, linear, "u"), _scales(read, name, linear, "v")
+            if down:
+                experts.down_suh[expert], experts.down_svh[expert] = suh[kept], svh
+            else:
+                experts.suh[projection, expert], experts.svh[projection, expert] = suh, svh[kept]
+    return _with_shared_suh(experts)
+
+
+def plain_experts(experts: Experts) -> PlainExperts:
+    """The same experts as matrices, float32 if they were quantised."""
+    if isinstance(experts, PlainExperts):
+        return experts
+    numbers = range(experts.offsets.shape[1])
+    gate_up = [torch.cat([plain(experts.weight(p, e)) for p in (GATE, UP)]) for e in numbers]
+    return PlainExperts(torch.stack(gate_up), torch.stack([plain(experts.weight(DOWN, e)) for e in numbers]))
+
+
+def _first(linears: Mapping[str, Exl3Linear], names: list[list[str]]) -> Exl3Linear:
+    """The first expert's gate, after checking that all others have its sizes, format and codebook."""
+    first = linears[names[0][0]]
+    for row in names:
+        for projection, name in enumerate(row):
+            linear = linears.get(name)
+            if linear is None:
+                raise CheckpointError(f"{name} is not EXL3 while {names[0][0]} is; a layer's experts must be alike")
+            if linear.codebook != first.codebook:
+                raise CheckpointError(
+                    f"{name} has codebook {linear.codebook} and {names[0][0]} {first.codebook}; "
+                    "a layer's experts must share one"
+                )
+            assert (linear.k, linear.n) == ((first.n, first.k) if projection == DOWN else (first.k, first.n))
+    return first
+
+
+def _with_shared_suh(experts: Exl3Experts) -> Exl3Experts:
+    """The same experts with one suh where gate and up of all have the same: a row is then rotated once for all."""
+    first = experts.suh[0, 0]
+    if not bool((experts.suh == first).all()):
+        return experts
+    return Exl3Experts(**{**vars(experts), "suh": first.clone()})
+
+
+def _check_marker(read: Read, name: str, linear: Exl3Linear) -> None:
+    if linear.codebook in MARKERS:
+        marker = f"{name}.{linear.codebook}"
+        check_marker(marker, int(read(marker)))
+
+
+def _scales(read: Read, name: str, linear: Exl3Linear, side: str) -> torch.Tensor:
+    """suh or svh, float16; from sign words in old packs."""
+    return signs(read(f"{name}.s{side}")) if linear.signs_only else read(f"{name}.s{side}h")
