@@ -166,6 +166,15 @@ def test_the_token_is_the_oracles(
     assert padded[: len(row)].tolist() == row, "the row was changed"
 
 
+def test_near_ties_are_decided_in_float64() -> None:
+    """Two logits that their noise brings within float32's rounding of each other."""
+    params = SamplingParams(temperature=0.3)
+    for seed in range(100):
+        first, second = (slow_gumbel(seed, 5, token) for token in (0, 1))
+        row = [10.0, float(np.float32(10.0 + 0.3 * (first - second)))]
+        assert choose(np.array(row, np.float32), params, seed, 5, vocab_size=2) == slow_choice(row, params, seed, 5)
+
+
 @given(logit_rows, seeds, st.integers(0, 1000))
 def test_greedy_is_top_k_1_at_any_temperature(row: list[float], seed: int, position: int) -> None:
     logits = np.array(row, np.float32)

@@ -91,7 +91,7 @@ def choose(
     if params.temperature == 0 or params.top_k == 1:
         return best
     ids = kept(values, params)
-    scores = values[ids] / max(params.temperature, LOWEST_TEMPERATURE) + gumbel(seed, position, ids)
+    scores = values[ids].astype(np.float64) / max(params.temperature, LOWEST_TEMPERATURE) + gumbel(seed, position, ids)
     level = ids[scores == scores.max()]
     return int(level[values[level].argmax()])
 
