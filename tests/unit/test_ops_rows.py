@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tfglm.ops.rows import Rows, Shapes, broken_shapes
+from tfglm.ops.rows import RowFunction, Rows, Shapes, broken_shapes
 
 # Widths of a tiny model, odd ones included; and, beyond any model, products narrower than a vector register.
 SHAPES = Shapes(
@@ -67,6 +67,16 @@ class TorchSilu(Rows):
         return torch.nn.functional.silu(x)
 
 
+class CoarseLastCosine(Rows):
+    """A vector function whose last few elements come from a less exact scalar one."""
+
+    def each(self, function: RowFunction, x: torch.Tensor) -> torch.Tensor:
+        y = super().each(function, x)
+        if function is torch.cos:
+            y.view(-1)[-1] = function(x.reshape(-1)[-1].double()) * (1 + 2e-7)
+        return y
+
+
 class WholeWindowScale(Rows):
     """A statistic of the window instead of the row."""
 
@@ -74,7 +84,7 @@ class WholeWindowScale(Rows):
         return x / x.abs().max() * weight
 
 
-@pytest.mark.parametrize("kind", [Untiled, PlaceDependent, TorchSilu, WholeWindowScale])
+@pytest.mark.parametrize("kind", [Untiled, PlaceDependent, TorchSilu, CoarseLastCosine, WholeWindowScale])
 def test_broken_arithmetic_is_found(kind: type[Rows]) -> None:
     assert broken_shapes(kind(), SHAPES) != []
 

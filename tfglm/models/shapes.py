@@ -25,7 +25,9 @@ def shapes_of(config: ModelConfig, quantised: Iterable[tuple[int, int]] = ()) ->
         (hidden, config.vocab_size),
     }
     inners = {config.moe_intermediate_size, config.moe_intermediate_size * config.n_shared_experts}
-    for inner in inners | ({config.intermediate_size} if "dense" in config.mlp_layer_types else set()):
+    if "dense" in config.mlp_layer_types:
+        inners.add(config.intermediate_size)
+    for inner in inners:
         linears |= {(hidden, 2 * inner), (inner, hidden)}
     widths, width = set(), MIN_COLUMNS
     while width < list_width(config.index_topk):
@@ -39,5 +41,7 @@ def shapes_of(config: ModelConfig, quantised: Iterable[tuple[int, int]] = ()) ->
         scores=frozenset({(heads, inner, width) for width in widths for inner in (latent, rotary)}),
         sums=frozenset({(heads, width, latent) for width in widths} | {(1, index_heads, PAGE)}),
         shared=frozenset({(index_heads, index_width, PAGE)}),
-        widths=frozenset(widths | {hidden, config.q_lora_rank, latent, index_width, config.n_routed_experts}),
+        widths=frozenset(
+            widths | inners | {hidden, config.q_lora_rank, latent, rotary // 2, index_width, config.n_routed_experts}
+        ),
     )

@@ -141,7 +141,7 @@ class ReferenceOps:
         experts = order.best(choice, config.num_experts_per_tok)
         weights = scores.gather(1, experts)
         if config.norm_topk_prob:
-            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+            weights = weights / (_ordered_sum(weights)[:, None] + 1e-20)
         return Routing(experts, weights * config.routed_scaling_factor)
 
     def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
@@ -151,11 +151,7 @@ class ReferenceOps:
             outputs = self._few_rows(x, routing, experts)
         else:
             outputs = self._many_rows(x, routing, experts)
-        weighted = outputs * routing.weights[:, :, None]
-        total = weighted[:, 0]
-        for pick in range(1, weighted.shape[1]):
-            total = total + weighted[:, pick]
-        return total
+        return _ordered_sum(outputs * routing.weights[:, :, None])
 
     def _few_rows(self, x: torch.Tensor, routing: Routing, experts: PlainExperts) -> torch.Tensor:
         """Every row through every expert that any row chose, [R, k, hidden]: a tile costs the same full or not."""
@@ -183,6 +179,14 @@ class ReferenceOps:
 def list_width(count: int) -> int:
     """The width to which a list of `count` tokens is padded: a power of two, so that there are few."""
     return max(MIN_COLUMNS, 1 << (count - 1).bit_length())
+
+
+def _ordered_sum(picks: torch.Tensor) -> torch.Tensor:
+    """The sum over the second dimension of picks [R, k, ...], first to last: torch.sum promises no order."""
+    total = picks[:, 0]
+    for pick in range(1, picks.shape[1]):
+        total = total + picks[:, pick]
+    return total
 
 
 def _padded(slots: torch.Tensor, width: int) -> torch.Tensor:

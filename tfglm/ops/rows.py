@@ -44,8 +44,8 @@ class Shapes:
 
     linears: (inputs, outputs). experts: the same, of matrices that go as linears or in groups of any number.
     groups: (groups, inputs, outputs). scores, sums: (rows, inner, columns) of `batched` by matrices that lie as
-    [columns, inner] and as [inner, columns]. shared: as scores, with one matrix for all rows. widths: of exp, softmax
-    and norms.
+    [columns, inner] and as [inner, columns]. shared: as scores, with one matrix for all rows. widths: of exp, cos, sin,
+    softmax and norms.
     """
 
     linears: frozenset[tuple[int, int]] = frozenset()
@@ -167,6 +167,8 @@ def broken_shapes(rows: Rows, shapes: Shapes) -> list[str]:
         weight, bias, row = normal(width), normal(width), normal(width)
         layer_norm = partial(rows.layer_norm, weight=weight, bias=bias, eps=1e-6)
         trials += [
+            _Trial(f"cos of width {width}", partial(rows.each, torch.cos), row, width),
+            _Trial(f"sin of width {width}", partial(rows.each, torch.sin), row, width),
             _Trial(f"silu of width {width}", rows.silu, row, width),
             _Trial(f"softmax of width {width}", rows.softmax, row, width),
             _Trial(f"rms_norm of width {width}", partial(rows.rms_norm, weight=weight, eps=1e-6), row, width),
