@@ -9,8 +9,8 @@ CANDIDATES = 64
 """Best tokens of a row that a draft is chosen from."""
 
 
-def best_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The best CANDIDATES of each row of [R, vocab]: ids int64 [R, n], ascending in each row, and their values [R,
-    n] in the dtype of the logits."""
-    ids = logits.topk(min(CANDIDATES, logits.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
+def best_candidates(logits: torch.Tensor, count: int = CANDIDATES) -> tuple[np.ndarray, np.ndarray]:
+    """The best `count` of each row of [R, vocab]: ids int64 [R, n], ascending in each row, and their values [R, n] in
+    the dtype of the logits."""
+    ids = logits.topk(min(count, logits.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
     return ids.cpu().numpy(), logits.gather(1, ids).cpu().numpy()

@@ -26,6 +26,9 @@ MEMORY = 0.98
 LONGEST_REST = 32
 """Rounds that a model which does not pay for itself is left alone before it is tried again."""
 
+FIRST_GAIN = 0.2
+"""What is expected of a model at first: enough to be heard for a few rounds."""
+
 Survivals = list[float]
 """For each token of a draft, the probability that it and all before it are kept."""
 
@@ -37,7 +40,7 @@ class Record:
 
     sampled: bool = False
     recent: dict[str, float] = field(default_factory=dict)
-    gain: float = 1.0
+    gain: float = 0.0
     resting: int = 0
     rest: int = 0
 
@@ -52,6 +55,11 @@ class Policy:
         self.costs = costs
         self._calibration = Calibration()
         self._totals: dict[int, tuple[float, float]] = {}
+        self._gains: dict[bool, float] = {}
+
+    def record(self, sampled: bool) -> Record:
+        """Of a new stream, which expects of the model what streams like it had of late."""
+        return Record(sampled, gain=self._gains.get(sampled, FIRST_GAIN))
 
     def rate(self, streams: int) -> float:
         """Long-run tokens a millisecond with so many streams together; serial decoding until something is known."""
@@ -127,6 +135,8 @@ class Policy:
         rows = self.costs.window(streams + verified) - self.costs.window(streams)
         gain = right - rate * (rows + self.costs.drafting(made) / streams)
         record.gain += (gain - record.gain) / 32
+        expected = self._gains.get(record.sampled, FIRST_GAIN)
+        self._gains[record.sampled] = max(0.0, expected + (gain - expected) / 128)
         if record.gain >= 0:
             record.rest = 0
         else:

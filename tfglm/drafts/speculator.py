@@ -120,7 +120,7 @@ class Speculator:
 
     def _open(self, sampled: bool) -> Lane:
         context = self._drafter.open() if self._drafter else None
-        return Lane(CopyIndex() if self._copy else None, context, Record(sampled))
+        return Lane(CopyIndex() if self._copy else None, context, self._policy.record(sampled))
 
     def _close(self, lane: Lane) -> None:
         if self._drafter:

@@ -1,0 +1,174 @@
+"""The forward pass that DSpark and DFlash2 share: a block of masks filled in one go, from the target's own streams.
+
+Papers: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147). For every committed row the target's tapped streams become
+one row c = norm(fc(streams)), from which every layer takes keys and values; a block of the pending token and masks
+attends to them and to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tfglm.drafts.block_config import BlockConfig
+from tfglm.ops.base import Ops
+
+Tensors = dict[str, torch.Tensor]
+Convolution = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class BlockContext:
+    """Keys and values of the last `window` committed rows of a stream, as rings [layers, window, kv heads, head_dim];
+    length: committed rows."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    length: int = 0
+
+
+class BlockModel:
+    """Backbone of a block drafter over the target's embedding. dtype: of the rings."""
+
+    def __init__(
+        self, config: BlockConfig, tensors: Tensors, embed: torch.Tensor, ops: Ops, dtype: torch.dtype
+    ) -> None:
+        self.config = config
+        self.tensors = tensors
+        self._embed = embed
+        self._ops = ops
+        self._dtype = dtype
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self._frequencies = 1.0 / config.rope_theta**half
+        self._vectors = {name: tensor.float() for name, tensor in tensors.items() if tensor.dim() == 1}
+
+    def open(self) -> BlockContext:
+        config = self.config
+        shape = (config.num_hidden_layers, config.window, config.num_key_value_heads, config.head_dim)
+        return BlockContext(torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype))
+
+    def extend(self, parts: Sequence[tuple[BlockContext, torch.Tensor]]) -> None:
+        """Add committed rows to contexts: streams [rows, taps * hidden] each, as they follow the rows known so far.
+
+        Of more rows than the window holds only the last are computed.
+        """
+        window = self.config.window
+        places, slots = [], []
+        for context, streams in parts:
+            rows = torch.arange(context.length, context.length + streams.shape[0])[-window:]
+            places.append(rows)
+            slots.append(rows % window)
+            context.length += streams.shape[0]
+        positions = torch.cat(places)
+        taps = torch.cat([streams[-window:] for _, streams in parts])
+        c = self._norm(self._ops.linear(taps, self.tensors["fc.weight"]), "hidden_norm.weight")
+        for layer in range(self.config.num_hidden_layers):
+            keys, values = self._keys_and_values(layer, c, positions)
+            start = 0
+            for (context, _), ring in zip(parts, slots, strict=True):
+                stop = start + len(ring)
+                context.keys[layer, ring] = keys[start:stop].to(self._dtype)
+                context.values[layer, ring] = values[start:stop].to(self._dtype)
+                start = stop
+
+    def fill(self, asked: Sequence[tuple[BlockContext, int]]) -> torch.Tensor:
+        """The blocks after each context's pending token: final-normed rows [streams, block, hidden]."""
+        config, ops = self.config, self._ops
+        size = config.block_size
+        tokens = torch.tensor([[pending, *[config.mask_token_id] * (size - 1)] for _, pending in asked])
+        positions = torch.cat([torch.arange(context.length, context.length + size) for context, _ in asked])
+        visible = [self._visible(context) for context, _ in asked]
+        x = ops.embed(self._embed, tokens.flatten())
+        for layer in range(config.num_hidden_layers):
+            prefix = f"layers.{layer}."
+            n = self._norm(x, f"{prefix}input_layernorm.weight")
+            n, finish = self._convolve(f"{prefix}attention_conv", n)
+            x = x + finish(self._attend(layer, n, positions, [context for context, _ in asked], visible))
+            n = self._norm(x, f"{prefix}post_attention_layernorm.weight")
+            n, finish = self._convolve(f"{prefix}mlp_conv", n)
+            gate, up = (ops.linear(n, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+            hidden = ops.swiglu(torch.cat([gate, up], dim=1))
+            x = x + finish(ops.linear(hidden, self.tensors[f"{prefix}mlp.down_proj.weight"]))
+        return self._norm(x, "norm.weight").unflatten(0, (len(asked), size))
+
+    def _visible(self, context: BlockContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ring slots of the known rows, oldest first, and for each slot of the block which of them it does not see."""
+        config = self.config
+        rows = torch.arange(max(0, context.length - config.window), context.length)
+        hidden = torch.zeros(config.block_size, len(rows), dtype=torch.bool)
+        if config.window_by_query:
+            oldest = context.length + torch.arange(config.block_size) - config.window + 1
+            hidden = rows < oldest[:, None]
+        return rows % config.window, hidden
+
+    def _attend(
+        self,
+        layer: int,
+        n: torch.Tensor,
+        positions: torch.Tensor,
+        contexts: Sequence[BlockContext],
+        visible: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        config, size = self.config, self.config.block_size
+        prefix = f"layers.{layer}.self_attn."
+        queries = self._heads(n, f"{prefix}q_proj.weight")
+        queries = self._rotate(self._norm(queries, f"{prefix}q_norm.weight"), positions)
+        keys, values = self._keys_and_values(layer, n, positions)
+        later = torch.ones(size, size, dtype=torch.bool).triu(1) if config.causal else torch.zeros(size, size).bool()
+        out = []
+        for stream, (context, (ring, hidden)) in enumerate(zip(contexts, visible, strict=True)):
+            own = slice(stream * size, (stream + 1) * size)
+            k = torch.cat([context.keys[layer, ring].float(), keys[own]])
+            v = torch.cat([context.values[layer, ring].float(), values[own]])
+            groups = config.num_attention_heads // config.num_key_value_heads
+            k, v = (part.repeat_interleave(groups, dim=1).transpose(0, 1) for part in (k, v))  # [heads, rows, dim]
+            scores = queries[own].transpose(0, 1) @ k.transpose(1, 2) * config.head_dim**-0.5
+            scores = scores.masked_fill(torch.cat([hidden, later], dim=1), float("-inf"))
+            out.append((torch.softmax(scores, dim=-1) @ v).transpose(0, 1).flatten(1))
+        return self._ops.linear(torch.cat(out), self.tensors[f"{prefix}o_proj.weight"])
+
+    def _keys_and_values(
+        self, layer: int, x: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        prefix = f"layers.{layer}.self_attn."
+        keys = self._norm(self._heads(x, f"{prefix}k_proj.weight"), f"{prefix}k_norm.weight")
+        return self._rotate(keys, positions), self._heads(x, f"{prefix}v_proj.weight")
+
+    def _heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """x through a projection: [rows, heads, head_dim]."""
+        return self._ops.linear(x, self.tensors[name]).unflatten(1, (-1, self.config.head_dim))
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self._ops.rms_norm(x, self._vectors[name], self.config.rms_norm_eps)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [rows, heads, head_dim] whose halves are the pairs to rotate."""
+        angles = positions[:, None, None].float() * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def _convolve(self, prefix: str, n: torch.Tensor) -> tuple[torch.Tensor, Convolution]:
+        """A sublayer's input after the first of its two convolutions, and the second, for its output."""
+        if not self.config.conv_taps:
+            return n, _as_is
+        projected = self._ops.linear(n, self.tensors[f"{prefix}.kernel_projection.weight"])
+        dynamic = projected.unflatten(1, (2, self.config.conv_taps, -1))  # [rows, branch, tap, group]
+        base = self.tensors[f"{prefix}.base_kernel"].float()
+        return self._convolved(n, base[0], dynamic[:, 0]), lambda x: self._convolved(x, base[1], dynamic[:, 1])
+
+    def _convolved(self, x: torch.Tensor, base: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
+        """Each row with the rows before it in its block: base [taps, hidden] + dynamic [rows, taps, groups]."""
+        kernel = base + dynamic.repeat_interleave(self.config.conv_group, dim=2)  # [rows, taps, hidden]
+        blocks = x.unflatten(0, (-1, self.config.block_size))
+        total = torch.zeros_like(x)
+        for tap in range(self.config.conv_taps):
+            shifted = torch.nn.functional.pad(blocks, (0, 0, tap, 0))[:, : self.config.block_size]
+            total = total + shifted.flatten(0, 1) * kernel[:, tap]
+        return total
+
+
+def _as_is(x: torch.Tensor) -> torch.Tensor:
+    return x
