@@ -34,6 +34,31 @@ class Family(Enum):
 UNIT = {Family.HEADS: 1, Family.ROUTED: 128, Family.SHARED: 128, Family.DENSE: 128, Family.VOCABULARY: 64}
 
 
+_CUTS = {
+    "q_b_proj": (Family.HEADS, 0),
+    "kv_b_proj": (Family.HEADS, 0),
+    "o_proj": (Family.HEADS, 1),
+    "embed_tokens": (Family.VOCABULARY, 0),
+    "lm_head": (Family.VOCABULARY, 0),
+}
+_INNER_AXIS = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+
+
+def cut_of(linear: str) -> tuple[Family, int] | None:
+    """The family a matrix [outputs, inputs] is cut by and the axis of the cut; None for what every rank holds whole.
+
+    linear: its name in the checkpoint, without ".weight".
+    """
+    last = linear.rpartition(".")[2]
+    if last in _CUTS:
+        return _CUTS[last]
+    if last not in _INNER_AXIS:
+        return None
+    if ".experts." in linear:
+        return Family.ROUTED, _INNER_AXIS[last]
+    return (Family.SHARED if ".shared_experts." in linear else Family.DENSE), _INNER_AXIS[last]
+
+
 class Placement(Enum):
     """Which rank holds the extra block of a routed expert.
 

@@ -26,14 +26,21 @@ def _setting(
     high: float | None = None,
     choices: tuple[str, ...] = (),
     secret: bool = False,
+    commands: tuple[str, ...] = ("serve",),
 ) -> Any:
-    meta = {"reason": reason, "low": low, "high": high, "choices": choices, "secret": secret}
+    """commands: which of them take it as a flag."""
+    meta = {"reason": reason, "low": low, "high": high, "choices": choices, "secret": secret, "commands": commands}
     return field(default=default, metadata=meta)
+
+
+_BOTH = ("serve", "plan")
+_PLAN = ("plan",)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one server. Field types are str, int, float or bool; `from_sources` checks every range."""
+    """The settings of one server, and of the cluster that `tfglm plan` reckons with. Field types are str, int, float or
+    bool; `from_sources` checks every range."""
 
     host: str = _setting("127.0.0.1", "address to listen on; loopback, so that nothing is public by accident")
     port: int = _setting(8888, "port to listen on; 0 takes a free one and prints it", low=0, high=65535)
@@ -46,19 +53,28 @@ class Settings:
         "window of one request, prompt + reply, in tokens; 0 takes the largest that fits, up to 131072",
         low=0,
         high=1048576,
+        commands=_BOTH,
     )
-    parallel: int = _setting(4, "requests decoded together, each with its own window", low=1, high=8)
+    parallel: int = _setting(4, "requests decoded together, each with its own window", low=1, high=8, commands=_BOTH)
     max_queued: int = _setting(64, "requests that may wait; one more is answered 429", low=0, high=100000)
     prefill_rows: int = _setting(
-        256, "prompt tokens a forward; small enough that a cancelled prompt stops at once", low=16, high=4096
+        256,
+        "prompt tokens a forward; small enough that a cancelled prompt stops at once",
+        low=16,
+        high=4096,
+        commands=_BOTH,
     )
     kv: str = _setting(
-        "bf16", "format of the latent cache; fp32 only for comparing with other engines", choices=("bf16", "fp32")
+        "bf16",
+        "format of the latent cache; a CPU has bf16, and fp32 only for comparing with other engines",
+        choices=("bf16", "fp8", "fp4", "fp4x", "fp32"),
+        commands=_BOTH,
     )
     drafter: str = _setting(
         "auto",
         "model that guesses tokens ahead, which never changes a reply; auto takes the best one that is there",
         choices=("auto", "mtp", "none"),
+        commands=_BOTH,
     )
     copy: bool = _setting(True, "also guess that a reply goes on as the prompt or the reply once did")
     draft_noise: float = _setting(
@@ -77,18 +93,61 @@ class Settings:
     )
     drain_s: float = _setting(20.0, "seconds running replies get to finish after SIGTERM", low=0, high=3600)
     seed_salt: str = _setting("", "mixed into the seed of requests that send none (same prompt, same salt, same reply)")
+    floor_gib: float = _setting(
+        0.5, "memory in GiB that must stay free by plan; less is refused before loading", low=0, high=64, commands=_BOTH
+    )
+    overhead_gib: float = _setting(
+        0.5,
+        "memory in GiB that interpreter, libraries and allocator take beside what the plan counts",
+        low=0,
+        high=64,
+        commands=_BOTH,
+    )
+    kept_gib: float = _setting(
+        0.0, "memory in GiB for states of prompts that were read before", low=0, high=1024, commands=_PLAN
+    )
+    guard_gib: float = _setting(
+        0.25,
+        "the server drains and stops when less than this many GiB stay available; 0 never",
+        low=0,
+        high=64,
+        commands=_BOTH,
+    )
+    ranks: int = _setting(1, "machines that share one model", low=1, high=8, commands=_PLAN)
+    cp: bool = _setting(
+        False, "context parallel: each rank caches every ranks-th token, for one request at a time", commands=_PLAN
+    )
+    dense: str = _setting(
+        "bf16",
+        "format of linear layers outside the routed experts on a GPU",
+        choices=("bf16", "fp8", "q8", "q6", "q4"),
+        commands=_PLAN,
+    )
+    head: str = _setting(
+        "bf16", "format of lm_head on a GPU", choices=("bf16", "fp8", "q8", "q6", "q4"), commands=_PLAN
+    )
+    graphs_gib: float = _setting(
+        0.0, "memory in GiB of captured decode windows on a GPU", low=0, high=64, commands=_PLAN
+    )
+    available_gib: float = _setting(
+        0.0, "memory in GiB that every rank has; 0 takes what this machine has now", low=0, high=4096, commands=_PLAN
+    )
     log_level: str = _setting("info", "what is logged", choices=("debug", "info", "warning", "error"))
 
     @classmethod
     def from_sources(
-        cls, flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
+        cls,
+        flags: Mapping[str, object] | None = None,
+        environ: Mapping[str, str] | None = None,
+        defaults: Mapping[str, object] | None = None,
     ) -> Settings:
-        """Settings from flags (None values are "not given") over environment over defaults.
+        """Settings from flags (None values are "not given") over environment over defaults; `defaults` replace some of
+        the settings' own.
 
         Raises ConfigError naming the setting, where its value came from, the value and the range.
         """
         env = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = dict(defaults or {})
         for f in dataclasses.fields(cls):
             flag = (flags or {}).get(f.name)
             variable = env_name(f.name)
@@ -97,6 +156,16 @@ class Settings:
             elif env.get(variable, "") != "":
                 values[f.name] = _parse(f, env[variable], variable)
         return cls(**values)
+
+
+def flags(command: str) -> list[dataclasses.Field[Any]]:
+    """The settings that a command takes."""
+    return [f for f in dataclasses.fields(Settings) if command in f.metadata["commands"]]
+
+
+def help_text(f: dataclasses.Field[Any]) -> str:
+    """One setting in a line, for --help."""
+    return f"{f.metadata['reason']} ({range_text(f)}; default {f.default!r}; {env_name(f.name)})".replace("%", "%%")
 
 
 def flag_name(name: str) -> str:
@@ -156,10 +225,12 @@ def _parse(f: dataclasses.Field[Any], raw: object, source: str) -> Any:
 
 def table() -> str:
     """The settings as a Markdown table (the README's, kept in step by a test)."""
-    rows = ["| flag | environment | default | values | why |", "|---|---|---|---|---|"]
+    rows = ["| flag | environment | default | values | of | why |", "|---|---|---|---|---|---|"]
     for f in dataclasses.fields(Settings):
         default = "" if f.default == "" else str(int(f.default) if isinstance(f.default, bool) else f.default)
+        commands = ", ".join(f.metadata["commands"])
         rows.append(
-            f"| `{flag_name(f.name)}` | `{env_name(f.name)}` | {default} | {range_text(f)} | {f.metadata['reason']} |"
+            f"| `{flag_name(f.name)}` | `{env_name(f.name)}` | {default} | {range_text(f)} | {commands} | "
+            f"{f.metadata['reason']} |"
         )
     return "\n".join(rows)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tfglm.cache.latent import LatentCache, bytes_per_token
+from tfglm.cache.latent import LatentCache
 from tfglm.cache.pages import PAGE, PagePool, Stream, pages_for
+from tfglm.cache.sizes import trunk_bytes_per_token
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.errors import ConfigError, MemoryShortError
 
@@ -102,8 +103,8 @@ def test_no_page_is_ever_held_twice_or_lost() -> None:
 def test_bytes_per_token_of_glm53() -> None:
     """The published figure for 78 layers without the MTP layer: 95,232 bytes in bf16."""
     config = ModelConfig.from_dict({**FIELDS, "index_topk_freq": 4, "index_skip_topk_offset": 3})
-    assert bytes_per_token(config, "bf16") == 95232
-    assert bytes_per_token(config, "fp32") == 2 * 95232
+    assert trunk_bytes_per_token(config, "bf16") == 95232
+    assert trunk_bytes_per_token(config, "fp32") == 2 * 95232
 
 
 @pytest.mark.parametrize(("kv", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tfglm.cache.pages import PAGE, PagePool, pages_for
+from tfglm.cache.sizes import trunk_bytes_per_token
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.errors import ConfigError, MemoryShortError
 
@@ -37,7 +38,7 @@ class LatentCache:
         if tokens < 1:
             raise ConfigError(f"the cache has room for {tokens} tokens; at least 1 is needed")
         pages = pages_for(tokens)
-        self.bytes_per_token = bytes_per_token(config, kv)
+        self.bytes_per_token = trunk_bytes_per_token(config, kv)
 
         def plane(width: int) -> torch.Tensor:
             return torch.empty(pages, PAGE, width, dtype=DTYPES[kv])
@@ -58,10 +59,3 @@ class LatentCache:
                 "system refuses; ask for fewer tokens"
             ) from exc
         self.pool = PagePool(pages)
-
-
-def bytes_per_token(config: ModelConfig, kv: str) -> int:
-    """Bytes the trunk caches for one token."""
-    full = config.indexer_types.count("full")
-    widths = config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) + full * config.index_head_dim
-    return widths * DTYPES[kv].itemsize

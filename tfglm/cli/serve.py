@@ -9,14 +9,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfglm.settings import Settings, env_name, flag_name, range_text
+from tfglm.settings import Settings, flag_name, flags, help_text
 
 if TYPE_CHECKING:
     from tfglm.checkpoint.store import Checkpoint
     from tfglm.engine.drafting import Drafting
     from tfglm.engine.engine import Engine
     from tfglm.engine.tokenizer import Tokenizer
-    from tfglm.memory.plan import CachePlan
+    from tfglm.memory.plan import Plan
     from tfglm.models.glm53 import Glm53
     from tfglm.server.state import Served
 
@@ -30,19 +30,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Serve a checkpoint behind an OpenAI-compatible API. Each setting is an environment variable too.",
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
-    for f in dataclasses.fields(Settings):
-        parser.add_argument(
-            flag_name(f.name),
-            metavar="VALUE",
-            help=f"{f.metadata['reason']} ({range_text(f)}; default {f.default!r}; {env_name(f.name)})".replace(
-                "%", "%%"
-            ),
-        )
+    for f in flags("serve"):
+        parser.add_argument(flag_name(f.name), metavar="VALUE", help=help_text(f))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = Settings.from_sources({f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
+    settings = Settings.from_sources({f.name: getattr(args, f.name) for f in flags("serve")})
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from tfglm.server.run import bind, serve
 
@@ -53,24 +47,18 @@ def run(args: argparse.Namespace) -> int:
     started: list[Engine] = []
     try:
         # Imported after the port is taken: torch needs seconds, and a busy port should be reported at once.
-        from tfglm.cache.latent import bytes_per_token
-        from tfglm.cache.pages import PAGE
         from tfglm.checkpoint.store import Checkpoint
-        from tfglm.drafts.choose import cached_bytes_per_token, drafter_kind
-        from tfglm.memory.plan import available_bytes, plan_cache
+        from tfglm.drafts.kind import drafter_kind
+        from tfglm.memory.info import read_memory
+        from tfglm.memory.inventory import Inventory
+        from tfglm.memory.plan import CPU_CHANGES, make_plan, require
 
         with Checkpoint.open(args.path) as checkpoint:
             kind = drafter_kind(settings, checkpoint.config)
-            plan = plan_cache(
-                available=available_bytes(),
-                weights=checkpoint.decoded_nbytes,
-                bytes_per_token=bytes_per_token(checkpoint.config, settings.kv)
-                + cached_bytes_per_token(kind, checkpoint.config, settings.kv),
-                page=PAGE,
-                context=settings.context,
-                longest=checkpoint.config.max_position_embeddings,
-                parallel=settings.parallel,
-            )
+            bits = {name: linear.bits for name, linear in checkpoint.linears.items()}
+            inventory = Inventory(checkpoint.path.resolve().name, checkpoint.config, bits)
+            plan = make_plan(inventory, settings, [read_memory().budget])
+            require(plan, inventory, settings, CPU_CHANGES)
             serve(listener, settings, lambda: _load(checkpoint, plan, kind, settings, started), _announce)
     finally:
         for engine in started:
@@ -79,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(checkpoint: Checkpoint, plan: CachePlan, kind: str, settings: Settings, started: list[Engine]) -> Served:
+def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, started: list[Engine]) -> Served:
     """The loaded model behind a started engine; runs in a thread of its own while /health answers "loading"."""
     import torch
     from rich.console import Console

@@ -1,59 +1,251 @@
-"""What one process may hold: weights and cache against the memory there is, before anything is loaded."""
+"""What every rank will hold, before anything is loaded: from configuration, headers and settings alone. Torch-free.
+
+A rank's peak is weights, and beside them either what loading stages or what serving needs: caches, buffers, exchanges,
+captured windows. Kept prompt states and the overhead of libraries come on top; what is then left must not be below
+the floor, since a machine whose GPU shares its memory freezes instead of failing.
+"""
 
 from __future__ import annotations
 
-import os
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from tfglm.errors import MemoryShortError
+from tfglm.cache.pages import PAGE
+from tfglm.cache.sizes import layer_bytes, trunk_bytes_per_token
+from tfglm.drafts.kind import cached_bytes_per_token, drafter_kind
+from tfglm.errors import ConfigError, MemoryShortError
+from tfglm.memory.inventory import Inventory
+from tfglm.memory.weights import layout_of, weight_bytes
+from tfglm.settings import Settings, flag_name
 
 GIB = 2**30
-RESERVE_BYTES = 1 * GIB
-"""Left to the interpreter, the forward pass's scratch and everybody else."""
 LARGEST_DEFAULT_CONTEXT = 131072
 """Window taken when none is asked for, even if more would fit: a cache is paid for whether it is used or not."""
 
+_ROW_COPIES = 45
+"""What a prompt row keeps alive at its peak, in float32 copies of its hidden state: 8 expert outputs, the ranks'
+partials, queries, selections. 1.05 GiB for 1,024 rows of 6,144, as measured for GLM-5.3 on three ranks."""
+_WINDOW_COPIES = 22
+"""What windows of up to 16 rows keep, in float32 copies of their logits: 0.2 GiB of GLM-5.3's 2.3 at 2,048 rows."""
+_WINDOW_ROWS = 16
+_STAGED = 3
+"""Matrices beside the weights while a checkpoint is loaded, of the largest size."""
+_EXCHANGE_BYTES = 512 * 1024
+"""Of one slot of a small exchange; each rank has two slots a peer and two of its own."""
+
 
 @dataclass(frozen=True)
-class CachePlan:
-    """A window of `context` tokens for each of the parallel requests: `tokens` in all, `nbytes` of cache."""
+class RankPlan:
+    """Bytes of one rank. kept: of prompt states; available: what the machine has."""
 
+    rank: int
+    experts: int
+    dense: int
+    vocabulary: int
+    drafter: int
+    staging: int
+    caches: int
+    buffers: int
+    exchanges: int
+    graphs: int
+    kept: int
+    overhead: int
+    available: int
+
+    @property
+    def weights(self) -> int:
+        return self.experts + self.dense + self.vocabulary + self.drafter
+
+    @property
+    def total(self) -> int:
+        """The engine's own peak."""
+        return self.weights + max(self.staging, self.caches + self.buffers + self.exchanges + self.graphs)
+
+    @property
+    def need(self) -> int:
+        return self.total + self.kept + self.overhead
+
+    @property
+    def lowest_free(self) -> int:
+        return self.available - self.need
+
+
+@dataclass(frozen=True)
+class Plan:
+    """context: the window of one request; tokens: what a rank's cache holds for all requests and kept states, in whole
+    pages; largest: the largest window that fits, 0 if none does. floor: bytes that must stay free."""
+
+    name: str
     context: int
     tokens: int
-    nbytes: int
+    kept_pages: int
+    bytes_per_token: int
+    largest: int
+    floor: int
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def tightest(self) -> RankPlan:
+        return min(self.ranks, key=lambda rank: rank.lowest_free)
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes by which the tightest rank misses the floor; 0 if all fit."""
+        return max(0, self.floor - self.tightest.lowest_free)
 
 
-def plan_cache(
-    *, available: int, weights: int, bytes_per_token: int, page: int, context: int, longest: int, parallel: int
-) -> CachePlan:
-    """The cache to allocate beside `weights` bytes of weights when `available` bytes are free.
+def make_plan(inventory: Inventory, settings: Settings, available: Sequence[int]) -> Plan:
+    """The plan of a model over settings.ranks ranks which have `available` bytes each.
 
-    context 0 takes the largest window up to LARGEST_DEFAULT_CONTEXT and `longest` (the model's) that fits. Raises
-    MemoryShortError with the figures when the asked one, or a single page, does not fit.
+    context 0 takes the largest window up to LARGEST_DEFAULT_CONTEXT and the model's own that fits, or a page if none
+    does. Raises ConfigError for settings that exclude each other; whether the plan fits is for `require` to say.
     """
-    room = available - RESERVE_BYTES - weights
-    pages_that_fit = max(0, room) // (bytes_per_token * page * parallel)
-    wanted = min(context or LARGEST_DEFAULT_CONTEXT, longest)
-    pages = -(-wanted // page)
-    if pages > pages_that_fit:
-        if context or pages_that_fit == 0:
-            need = weights + RESERVE_BYTES + max(1, pages) * page * parallel * bytes_per_token
-            fits = f"--context {pages_that_fit * page} fits" if pages_that_fit else "no window fits"
-            raise MemoryShortError(
-                f"{parallel} windows of {wanted} tokens need {need / GIB:.2f} GiB (weights {weights / GIB:.2f}, cache "
-                f"{bytes_per_token} bytes a token, reserve {RESERVE_BYTES / GIB:.0f}); {available / GIB:.2f} GiB are "
-                f"available: {fits}, or lower --parallel"
-            )
-        pages, wanted = pages_that_fit, pages_that_fit * page
-    tokens = pages * page * parallel
-    return CachePlan(wanted, tokens, tokens * bytes_per_token)
+    _check(settings)
+    planner = _Planner(inventory, settings, available)
+    largest = planner.largest()
+    longest = inventory.config.max_position_embeddings
+    context = min(settings.context or min(LARGEST_DEFAULT_CONTEXT, max(largest, PAGE)), longest)
+    return Plan(
+        name=inventory.name,
+        context=context,
+        tokens=planner.tokens(context),
+        kept_pages=planner.kept_pages,
+        bytes_per_token=planner.per_token,
+        largest=largest,
+        floor=planner.floor,
+        ranks=planner.ranks(context),
+    )
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory a new process can have without swapping: Linux's own estimate, elsewhere all physical memory."""
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+Change = Mapping[str, object]
+CPU_CHANGES: tuple[Change, ...] = ({"parallel": 1}, {"drafter": "none"}, {"kept_gib": 0.0})
+"""Settings that ease a machine that serves on its CPU."""
+GPU_CHANGES: tuple[Change, ...] = (
+    *CPU_CHANGES,
+    {"kv": "fp8"},
+    {"kv": "fp4"},
+    {"prefill_rows": 1024},
+    {"dense": "q4"},
+    {"head": "fp8"},
+    {"cp": True, "parallel": 1},
+)
+
+
+def require(plan: Plan, inventory: Inventory, settings: Settings, changes: Sequence[Change]) -> None:
+    """Raise MemoryShortError with the shortfall, the window that would fit and what each of `changes` would save."""
+    if not plan.shortfall:
+        return
+    rank = plan.tightest
+    where = f"rank {rank.rank}" if len(plan.ranks) > 1 else "this machine"
+    fits = f"--context {plan.largest} fits" if plan.largest else "no window fits"
+    saved = "; ".join(
+        f"{text} saves {saves / GIB:.2f} GiB" for text, saves in savings(inventory, settings, plan, changes)
+    )
+    raise MemoryShortError(
+        f"{settings.parallel} x {plan.context} tokens of window need {rank.need / GIB:.2f} GiB on {where} (weights "
+        f"{rank.weights / GIB:.2f}, cache {plan.bytes_per_token} bytes a token) and {plan.floor / GIB:.2f} must stay "
+        f"free; {rank.available / GIB:.2f} GiB are available, {plan.shortfall / GIB:.2f} too few: {fits}"
+        + (f"; {saved}" if saved else "")
+    )
+
+
+def savings(inventory: Inventory, settings: Settings, plan: Plan, changes: Sequence[Change]) -> list[tuple[str, int]]:
+    """Those of `changes` that would ease the tightest rank, and the bytes that each alone frees there; most first."""
+    found = []
+    asked = dataclasses.replace(settings, context=plan.context)
+    available = [rank.available for rank in plan.ranks]
+    for change in changes:
+        other = dataclasses.replace(asked, **change)  # type: ignore[arg-type]
+        if other.cp and other.ranks == 1:
+            continue
+        saves = plan.tightest.need - make_plan(inventory, other, available).ranks[plan.tightest.rank].need
+        if saves > 0:
+            words = (f"{flag_name(name)} {int(v) if isinstance(v, bool) else v}" for name, v in change.items())
+            found.append((" ".join(words), saves))
+    return sorted(found, key=lambda item: -item[1])
+
+
+def _check(settings: Settings) -> None:
+    if settings.cp and settings.ranks == 1:
+        raise ConfigError("--cp is 1, but there is one rank; context parallelism needs --ranks 2 or more")
+    if settings.cp and settings.parallel > 1:
+        raise ConfigError(f"--parallel is {settings.parallel}; with --cp 1 it takes 1")
+    if settings.guard_gib and settings.guard_gib >= max(settings.floor_gib, 1e-9):
+        raise ConfigError(
+            f"--guard-gib is {settings.guard_gib} and --floor-gib {settings.floor_gib}; the guard would stop what the "
+            "plan allows: it must be below the floor"
+        )
+
+
+class _Planner:
+    """The figures that do not depend on the window, and those that do as functions of it."""
+
+    def __init__(self, inventory: Inventory, settings: Settings, available: Sequence[int]) -> None:
+        config = inventory.config
+        self._config, self._settings, self._available = config, settings, available
+        self._cut = settings.ranks if settings.cp else 1
+        kind = drafter_kind(settings, config)
+        self._mtp = kind == "mtp"
+        drafted = cached_bytes_per_token(kind, config, settings.kv)
+        self.per_token = trunk_bytes_per_token(config, settings.kv) + drafted
+        self.floor = round(settings.floor_gib * GIB)
+        self.kept_pages = int(settings.kept_gib * GIB) // (self.per_token * PAGE)
+        layout = layout_of(inventory, settings.ranks)
+        self._weights = weight_bytes(inventory, layout, dense=settings.dense, head=settings.head)
+
+    def tokens(self, context: int) -> int:
+        """Tokens a rank caches: its part of every window, in whole pages, and the kept pages."""
+        return (self._window_pages(context) * self._settings.parallel + self.kept_pages) * PAGE
+
+    def ranks(self, context: int) -> tuple[RankPlan, ...]:
+        return tuple(self._rank(rank, context) for rank in range(self._settings.ranks))
+
+    def largest(self) -> int:
+        """The largest window of whole pages that leaves every rank its floor, at most the model's own."""
+        longest = self._config.max_position_embeddings
+        low, high = 0, -(-longest // PAGE)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if all(rank.lowest_free >= self.floor for rank in self.ranks(middle * PAGE)):
+                low = middle
+            else:
+                high = middle - 1
+        return min(low * PAGE, longest)
+
+    def _window_pages(self, context: int) -> int:
+        local = -(-context // self._cut) + (1 if self._cut > 1 else 0)
+        return -(-local // PAGE)
+
+    def _rank(self, rank: int, context: int) -> RankPlan:
+        settings, held = self._settings, self._weights[rank]
+        pages = self._window_pages(context) * settings.parallel
+        return RankPlan(
+            rank=rank,
+            experts=held.experts,
+            dense=held.dense,
+            vocabulary=held.vocabulary,
+            drafter=held.mtp if self._mtp else 0,
+            staging=_STAGED * held.largest,
+            caches=pages * PAGE * self.per_token,
+            buffers=self._buffers(),
+            exchanges=self._exchanges(context),
+            graphs=round(settings.graphs_gib * GIB),
+            kept=self.kept_pages * PAGE * self.per_token,
+            overhead=round(settings.overhead_gib * GIB),
+            available=self._available[rank],
+        )
+
+    def _buffers(self) -> int:
+        rows = -(-self._settings.prefill_rows // self._settings.ranks) * self._settings.ranks
+        windows = _WINDOW_COPIES * _WINDOW_ROWS * self._config.vocab_size * 4
+        return windows + rows * _ROW_COPIES * self._config.hidden_size * 4
+
+    def _exchanges(self, context: int) -> int:
+        """Slots of small exchanges; under CP also one layer's rows of the whole window, gathered for a prompt."""
+        ranks = self._settings.ranks
+        if ranks == 1:
+            return 0
+        row = layer_bytes(self._config, self._settings.kv)
+        gathered = context * (row.latent + row.rotary) if self._cut > 1 else 0
+        return 2 * ranks * _EXCHANGE_BYTES + gathered

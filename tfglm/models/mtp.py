@@ -132,11 +132,6 @@ class Mtp:
         )
 
 
-def mtp_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
-    """Bytes the MTP layer caches for one token: latent, rotated key and index key."""
-    return (config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim) * itemsize
-
-
 def _alone(config: ModelConfig) -> ModelConfig:
     """The MTP layer as a model of one layer: always sparse, with an indexer of its own."""
     return dataclasses.replace(config, num_hidden_layers=1, indexer_types=("full",), mlp_layer_types=("sparse",))

@@ -1,0 +1,128 @@
+"""Bytes of weights a rank holds: every tensor, cut as the layout cuts it, in the format it is held in.
+
+| held as | bytes |
+|---|---|
+| EXL3 | bits / 8 a weight; float16 scales of inputs and outputs |
+| q4, q6, q8 | bits / 8 a weight, and 4 a group of 64 columns of a row; rows in pieces of 16 |
+| fp8 | 1 a weight, and 4 a row; rows in pieces of 16 |
+| bf16 | 2 a weight |
+| vectors | 4 a value |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from tfglm.checkpoint.names import TensorSpec, layer_prefix
+from tfglm.layout import Family, Layout, Placement, cut_of
+from tfglm.memory.inventory import EXPERT, Alike, Inventory
+
+DENSE_FORMATS = ("bf16", "fp8", "q8", "q6", "q4")
+_GROUP, _ROWS = 64, 16
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_DENSE = {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "eh_proj"}
+"""Linears that are held in the dense format. The rest of an attention layer stays bfloat16: the indexer's choices are
+made of near ties, and kv_b is multiplied head by head."""
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """experts: routed. dense: the rest of the trunk. vocabulary: embedding and head. mtp: the MTP layer, experts and
+    all. largest: the largest tensor of the checkpoint, as a rank reads it."""
+
+    experts: int
+    dense: int
+    vocabulary: int
+    mtp: int
+    largest: int
+
+
+def layout_of(inventory: Inventory, ranks: int) -> Layout:
+    """The cut of a model over ranks. Raises ConfigError for a number of ranks out of range."""
+    config = inventory.config
+    return Layout(
+        ranks=ranks,
+        heads=config.num_attention_heads,
+        routed_columns=config.moe_intermediate_size,
+        shared_columns=config.moe_intermediate_size * config.n_shared_experts,
+        dense_columns=config.intermediate_size,
+        vocabulary=config.vocab_size,
+    )
+
+
+def weight_bytes(inventory: Inventory, layout: Layout, *, dense: str, head: str) -> list[WeightBytes]:
+    """What each rank holds with linears outside the experts in the format `dense` and lm_head in `head`."""
+    alike = inventory.alike(layout.ranks if layout.placement is Placement.BY_EXPERT else 1)
+    return [_rank_bytes(inventory, layout, rank, alike, dense, head) for rank in range(layout.ranks)]
+
+
+def _rank_bytes(inventory: Inventory, layout: Layout, rank: int, alike: Alike, dense: str, head: str) -> WeightBytes:
+    mtp = layer_prefix(inventory.config.num_hidden_layers) + "."
+    sums = dict.fromkeys(("experts", "dense", "vocabulary", "mtp"), 0)
+    largest = 0
+    for (tensor, spec, bits), count in alike.items():
+        held, read = _tensor_bytes(layout, rank, tensor, spec, bits, dense, head)
+        part = "mtp" if tensor.startswith(mtp) else _part(tensor)
+        sums[part] += count * held
+        largest = max(largest, read)
+    if inventory.shared_scales:
+        _once_a_layer(inventory, sums)
+    return WeightBytes(**sums, largest=largest)
+
+
+def _part(tensor: str) -> str:
+    if ".mlp.experts." in tensor:
+        return "experts"
+    return "vocabulary" if tensor in ("model.embed_tokens.weight", "lm_head.weight") else "dense"
+
+
+def _tensor_bytes(
+    layout: Layout, rank: int, tensor: str, spec: TensorSpec, bits: float | None, dense: str, head: str
+) -> tuple[int, int]:
+    """Bytes held of a tensor, and bytes read of it. bits: of a weight stored as EXL3."""
+    if len(spec.shape) == 1:
+        return 4 * spec.shape[0], 2 * spec.shape[0]
+    linear = tensor.removesuffix(".weight")
+    rows, columns = _share(layout, rank, linear, spec)
+    if bits is not None:
+        packed = math.ceil(rows * columns * bits / 8) + 2 * (rows + columns)
+        return packed, packed
+    last = linear.rpartition(".")[2]
+    held_as = head if last == "lm_head" else dense if last in _DENSE and ".mlp.experts." not in linear else "bf16"
+    return matrix_bytes(rows, columns, held_as), 2 * rows * columns
+
+
+def _share(layout: Layout, rank: int, linear: str, spec: TensorSpec) -> tuple[int, int]:
+    """Rows and columns of a matrix [outputs, inputs] that a rank holds."""
+    cut = cut_of(linear)
+    if cut is None:
+        return spec.shape[0], spec.shape[1]
+    family, axis = cut
+    layer, expert = _LAYER.match(linear), EXPERT.search(linear)
+    start, stop = layout.share(
+        family, int(layer.group(1)) if layer else 0, rank, expert=int(expert.group(1)) if expert else 0
+    )
+    unit = spec.shape[axis] // layout.size(family) if family is Family.HEADS else 1
+    shape = [spec.shape[0], spec.shape[1]]
+    shape[axis] = (stop - start) * unit
+    return shape[0], shape[1]
+
+
+def matrix_bytes(rows: int, columns: int, held_as: str) -> int:
+    """A matrix [rows, columns] in one of DENSE_FORMATS. Columns that are no multiple of 64 keep it bfloat16."""
+    if held_as == "bf16" or columns % _GROUP:
+        return 2 * rows * columns
+    padded = -(-rows // _ROWS) * _ROWS
+    if held_as == "fp8":
+        return padded * columns + 4 * padded
+    return padded * columns * int(held_as[1:]) // 8 + 4 * padded * columns // _GROUP
+
+
+def _once_a_layer(inventory: Inventory, sums: dict[str, int]) -> None:
+    """Leave one copy of the input scales of a layer's gates and ups."""
+    config = inventory.config
+    spare = 2 * config.hidden_size * (2 * config.n_routed_experts - 1)
+    sums["experts"] -= spare * config.mlp_layer_types.count("sparse")
+    sums["mtp"] -= spare * config.num_nextn_predict_layers
