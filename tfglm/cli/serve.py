@@ -76,6 +76,7 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     from tfglm.checkpoint.config import GenerationDefaults
     from tfglm.engine.engine import Engine
     from tfglm.engine.tokenizer import Tokenizer
+    from tfglm.errors import CheckpointError
     from tfglm.models.glm53 import load_model
     from tfglm.server.info import ModelInfo
     from tfglm.server.state import Served
@@ -86,6 +87,11 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     defaults = GenerationDefaults.from_file(path / "generation_config.json")
     eos = tuple(dict.fromkeys(config.eos_token_ids + defaults.eos_token_ids))
     tokenizer, template = Tokenizer.from_folder(path), ChatTemplate.from_folder(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens; config.json's vocab_size has room for "
+            f"{config.vocab_size}: they belong to different models"
+        )
     torch.set_num_threads(settings.threads or _cores())
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
