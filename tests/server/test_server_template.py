@@ -300,6 +300,22 @@ def test_where_the_template_comes_from(tmp_path: Path):
         ChatTemplate.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", b'{"chat_template": [1, {"name": "x"}]}', "no chat_template"),
+        ("tokenizer_config.json", b'{"chat_template": 5}', "no chat_template"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+    ],
+)
+def test_unusable_template_files_are_named(tmp_path: Path, file: str, content: bytes, message: str):
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        ChatTemplate.from_folder(tmp_path)
+    assert message in caught.value.message
+
+
 def test_a_template_that_refuses_is_a_bad_request():
     body = parse(TokenizeChatBody, {"messages": [user("x")]})
     with pytest.raises(ApiError) as caught:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tfglm.checkpoint.jsonfile import read_object
 from tfglm.errors import CheckpointError
 
 
@@ -39,12 +40,12 @@ class ChatTemplate:
     def from_folder(cls, folder: Path) -> ChatTemplate:
         """chat_template.jinja of a checkpoint, else `chat_template` of its tokenizer_config.json.
 
-        Raises CheckpointError when there is neither or when it does not compile.
+        Raises CheckpointError when there is neither, when it cannot be read or when it does not compile.
         """
         config_path, template_path = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+        config = read_object(config_path, CheckpointError) if config_path.exists() else {}
         if template_path.exists():
-            name, source = template_path.name, template_path.read_text(encoding="utf-8")
+            name, source = template_path.name, _text(template_path)
         else:
             name, source = config_path.name, _embedded_template(config)
         if not source:
@@ -74,12 +75,22 @@ class ChatTemplate:
             raise TemplateRefusedError(f"{type(error).__name__}: {error}") from None
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
 def _embedded_template(config: Mapping[str, Any]) -> str:
+    """`chat_template`: a template, or a list of named ones; "" for anything else."""
     stored = config.get("chat_template")
     if isinstance(stored, list):
-        named = {entry["name"]: entry["template"] for entry in stored}
-        return named.get("default", "")
-    return stored or ""
+        named = [entry for entry in stored if isinstance(entry, dict) and entry.get("name") == "default"]
+        stored = named[0].get("template") if named else ""
+    return stored if isinstance(stored, str) else ""
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

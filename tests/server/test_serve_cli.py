@@ -1,0 +1,78 @@
+"""`tfglm serve` refuses what cannot work: one line with a code, before anything is loaded; --verbose shows where."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tfglm.checkpoint.vocabulary import build_tokenizer
+from tfglm.cli.main import main
+from tfglm.server.run import bind
+from tfglm.settings import Settings
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(checkpoint, tmp_path / "tiny")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """The one line that `tfglm serve` ends with."""
+    assert main(["serve", *map(str, args)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    [line] = err.splitlines()
+    return line
+
+
+def cut_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def more_tokens_than_rows(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text(build_tokenizer(1600).to_str(pretty=False))
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_config, ["E_CONFIG", "config.json is not JSON"]),
+        (more_tokens_than_rows, ["E_CHECKPOINT", "tokenizer.json has 1636 tokens", "vocab_size", "1536"]),
+        (no_tokenizer, ["E_CHECKPOINT", "tokenizer.json is missing"]),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served(
+    folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], words: list[str]
+) -> None:
+    damage(folder)
+    line = refusal(capsys, folder, "--port", 0)
+    assert line.startswith(f"tfglm: {words[0]}: ") and all(word in line for word in words), line
+
+
+def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, tmp_path / "none", "--port", 0).startswith("tfglm: E_CHECKPOINT: ")
+
+
+def test_a_setting_out_of_range(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, folder, "--parallel", 9)
+    assert line.startswith("tfglm: E_CONFIG: --parallel is '9'; it takes 1 to 8")
+
+
+def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = bind(Settings(port=0))
+    try:
+        assert "tfglm: E_PORT: " in refusal(capsys, folder, "--port", taken.url.rpartition(":")[2])
+    finally:
+        taken.close()
+
+
+def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="E_CHECKPOINT"):
+        main(["--verbose", "serve", str(tmp_path / "none"), "--port", "0"])
