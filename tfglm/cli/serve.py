@@ -6,9 +6,11 @@ import argparse
 import dataclasses
 import logging
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tfglm.errors import MemoryShortError
 from tfglm.settings import Settings, flag_name, flags, help_text
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from tfglm.engine.drafting import Drafting
     from tfglm.engine.engine import Engine
     from tfglm.engine.tokenizer import Tokenizer
+    from tfglm.memory.guard import Guard, LowWater
     from tfglm.memory.plan import Plan
     from tfglm.models.glm53 import Glm53
     from tfglm.server.state import Served
@@ -45,13 +48,15 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     listener = bind(settings)
     started: list[Engine] = []
+    guard: Guard | None = None
     try:
         # Imported after the port is taken: torch needs seconds, and a busy port should be reported at once.
         from tfglm.checkpoint.store import Checkpoint
         from tfglm.drafts.kind import drafter_kind
+        from tfglm.memory.guard import Guard
         from tfglm.memory.info import read_memory
         from tfglm.memory.inventory import Inventory
-        from tfglm.memory.plan import CPU_CHANGES, make_plan, require
+        from tfglm.memory.plan import CPU_CHANGES, GIB, make_plan, require
 
         with Checkpoint.open(args.path) as checkpoint:
             kind = drafter_kind(settings, checkpoint.config)
@@ -59,12 +64,27 @@ def run(args: argparse.Namespace) -> int:
             inventory = Inventory(checkpoint.path.resolve().name, checkpoint.config, bits)
             plan = make_plan(inventory, settings, [read_memory().budget])
             require(plan, inventory, settings, CPU_CHANGES)
+            guard = Guard(round(settings.guard_gib * GIB), plan.floor, _stop_in_order)
+            guard.start()
             serve(listener, settings, lambda: _load(checkpoint, plan, kind, settings, started), _announce)
     finally:
         for engine in started:
             engine.stop()
         listener.close()
+        if guard is not None:
+            guard.stop()
+            log.info("the least memory available was %s", guard.low)
+    if guard.tripped:
+        raise MemoryShortError(
+            f"the server stopped because memory ran short: {guard.low} were available, --guard-gib is "
+            f"{settings.guard_gib}; free memory, or lower --context or --parallel"
+        )
     return 0
+
+
+def _stop_in_order(low: LowWater) -> None:
+    """What SIGTERM does: no new requests, those running get their time, then the end."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, started: list[Engine]) -> Served:
