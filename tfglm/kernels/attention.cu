@@ -21,7 +21,6 @@
 //! variant: KV=0 LATENT=48 ROTARY=16 HEAD_TILES=1
 //! variant: KV=2 LATENT=48 ROTARY=16 HEAD_TILES=1
 //! variant: KV=3 LATENT=48 ROTARY=16 HEAD_TILES=1
-//! no-spills
 #include "narrow.cuh"
 
 #ifndef KV
@@ -31,7 +30,7 @@
 #define HEAD_TILES 3
 #endif
 
-constexpr int THREADS = 256, WARPS = 8, QUARTERS = 4;
+constexpr int THREADS = 512, WARPS = 16, QUARTERS = 4;
 constexpr int TILE = 32, CHUNK = 128;
 constexpr int HEADS = HEAD_TILES * 8;  // of a block
 
@@ -46,7 +45,10 @@ constexpr bool PACKED = KV != 0;
 constexpr int LATENT_STEPS = LATENT / 16, ROTARY_STEPS = ROTARY / 16;
 constexpr int LATENT_PER_QUARTER = (LATENT_STEPS + QUARTERS - 1) / QUARTERS;
 constexpr int ROTARY_PER_QUARTER = (ROTARY_STEPS + QUARTERS - 1) / QUARTERS;
+// Scores: 2 groups of 16 keys x 4 quarters of the columns x 2 parts of the heads make 16 warps.
+constexpr int SCORE_TILES = (HEAD_TILES + 1) / 2;              // of 8 heads, a warp
 constexpr int OUT_TILES = (LATENT_STEPS + WARPS - 1) / WARPS;  // of 16 latent values, a warp
+constexpr int OWNED = (HEADS + WARPS - 1) / WARPS;             // heads whose softmax a warp keeps: warp, warp + 16
 
 struct Shared {
     u8 tile[PACKED ? 1 : 2][TILE * KEY_STRIDE];
@@ -57,16 +59,21 @@ struct Shared {
     // then the slots of the list
 };
 
+// Where a warp works when scores are made.
+struct Place {
+    int key, quarter, tile;  // first key of the tile, quarter of the columns, first head tile
+};
+__device__ __forceinline__ Place place_of(int warp) { return {warp / 8 * 16, warp / 2 % QUARTERS, warp % 2 * SCORE_TILES}; }
+
 struct Query {
-    u32 latent[LATENT_PER_QUARTER][HEAD_TILES][2];
-    u32 rotary[ROTARY_PER_QUARTER][HEAD_TILES][2];
+    u32 latent[LATENT_PER_QUARTER][SCORE_TILES][2];
+    u32 rotary[ROTARY_PER_QUARTER][SCORE_TILES][2];
 };
 
 typedef float Output[OUT_TILES][HEAD_TILES][4];
 
-// The running softmax of a head, kept by the warp that owns it: heads warp, warp + 8, warp + 16.
 struct Running {
-    float most[HEAD_TILES], sum[HEAD_TILES];
+    float most[OWNED], sum[OWNED];
 };
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -78,12 +85,12 @@ __device__ __forceinline__ u32 query_pair(const u16* q, int head_stride, int hea
 }
 
 __device__ __forceinline__ Query load_query(const u16* latent, int latent_stride, const u16* rotary, int rotary_stride, int head0,
-                                            int heads, int quarter, int lane) {
+                                            int heads, int warp, int lane) {
     Query query;
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4, quarter = place_of(warp).quarter;
 #pragma unroll
-    for (int j = 0; j < HEAD_TILES; j++) {
-        const int head = head0 + j * 8 + g;
+    for (int j = 0; j < SCORE_TILES; j++) {
+        const int head = head0 + (place_of(warp).tile + j) * 8 + g;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -123,8 +130,11 @@ __device__ __forceinline__ void fetch_tile(u8* to, int stride, const Planes& pla
     }
 }
 
-// A float32 at any byte of a row.
-__device__ __forceinline__ float float_at(const u8* p) {
+// A float32 at some byte of a row; rows begin at multiples of 16.
+template <int AT>
+__device__ __forceinline__ float float_at(const u8* row) {
+    if (AT % 4 == 0) return *reinterpret_cast<const float*>(row + AT);
+    const u8* p = row + AT;
     return __uint_as_float(p[0] | p[1] << 8 | p[2] << 16 | static_cast<u32>(p[3]) << 24);
 }
 
@@ -167,15 +177,15 @@ __device__ __forceinline__ void unpack_tile(const u8* raw, u8* tile) {
         u8* to = tile + key * KEY_STRIDE + part * 32;
         if (part < LATENT / 16) {
 #if KV == 1
-            unpack_e4m3(row + part * 16, float_at(row + LATENT), to);
+            unpack_e4m3(row + part * 16, float_at<LATENT>(row), to);
 #else
             const u32 block = e4m3_pair(row[LATENT / 2 + part]);
-            unpack_e2m1(row + part * 8, bf16_low(block) * float_at(row + LATENT / 2 + LATENT / 16), to);
+            unpack_e2m1(row + part * 8, bf16_low(block) * float_at<LATENT / 2 + LATENT / 16>(row), to);
 #endif
         } else {
             const int at = part - LATENT / 16;
 #if KV == 3
-            unpack_e4m3(row + LATENT_BYTES + at * 16, float_at(row + LATENT / 2 + LATENT / 16 + 4), to);
+            unpack_e4m3(row + LATENT_BYTES + at * 16, float_at<LATENT / 2 + LATENT / 16 + 4>(row), to);
 #else
             const uint4* from = reinterpret_cast<const uint4*>(row + LATENT_BYTES + at * 32);
             reinterpret_cast<uint4*>(to)[0] = from[0];
@@ -187,12 +197,13 @@ __device__ __forceinline__ void unpack_tile(const u8* raw, u8* tile) {
 
 // ---- one tile
 
-// scores^T of 16 keys over this warp's quarter of the columns.
+// scores^T of 16 keys and up to 16 heads over this warp's quarter of the columns.
 __device__ __forceinline__ void score_tile(Shared& shared, const u8* tile, const Query& query, int warp, int lane) {
-    const int quarter = warp % QUARTERS, key0 = warp / QUARTERS * 16;
+    const Place place = place_of(warp);
+    const int quarter = place.quarter, key0 = place.key;
     // ldmatrix: matrix i = lane / 8 covers keys (i % 2) * 8.. and columns (i / 2) * 8..
     const u8* row = tile + (key0 + lane / 8 % 2 * 8 + lane % 8) * KEY_STRIDE + lane / 16 * 16;
-    float acc[HEAD_TILES][4] = {};
+    float acc[SCORE_TILES][4] = {};
     u32 a[4];
 #pragma unroll
     for (int s = 0; s < LATENT_PER_QUARTER; s++) {
@@ -200,7 +211,8 @@ __device__ __forceinline__ void score_tile(Shared& shared, const u8* tile, const
         if (step < LATENT_STEPS) {
             ldmatrix_x4(a, row + step * 32);
 #pragma unroll
-            for (int j = 0; j < HEAD_TILES; j++) mma_bf16(acc[j], a, query.latent[s][j]);
+            for (int j = 0; j < SCORE_TILES; j++)
+                if (place.tile + j < HEAD_TILES) mma_bf16(acc[j], a, query.latent[s][j]);
         }
     }
 #pragma unroll
@@ -209,21 +221,24 @@ __device__ __forceinline__ void score_tile(Shared& shared, const u8* tile, const
         if (step < ROTARY_STEPS) {
             ldmatrix_x4(a, row + LATENT * 2 + step * 32);
 #pragma unroll
-            for (int j = 0; j < HEAD_TILES; j++) mma_bf16(acc[j], a, query.rotary[s][j]);
+            for (int j = 0; j < SCORE_TILES; j++)
+                if (place.tile + j < HEAD_TILES) mma_bf16(acc[j], a, query.rotary[s][j]);
         }
     }
 #pragma unroll
-    for (int j = 0; j < HEAD_TILES; j++)
+    for (int j = 0; j < SCORE_TILES; j++)
+        if (place.tile + j < HEAD_TILES)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            shared.scores[quarter][j * 8 + lane % 4 * 2 + i % 2][key0 + lane / 4 + i / 2 * 8] = acc[j][i];
+            for (int i = 0; i < 4; i++)
+                shared.scores[quarter][(place.tile + j) * 8 + lane % 4 * 2 + i % 2][key0 + lane / 4 + i / 2 * 8] = acc[j][i];
 }
 
 // Scores to weights relative to the chunk's greatest score so far. scale includes log2(e). valid: keys of the tile in the list.
 __device__ __forceinline__ void soften_tile(Shared& shared, Running& running, float scale, int valid, int warp, int lane) {
 #pragma unroll
-    for (int j = 0; j < HEAD_TILES; j++) {
-        const int head = warp + 8 * j;
+    for (int j = 0; j < OWNED; j++) {
+        const int head = warp + WARPS * j;
+        if (head >= HEADS) break;
         float s = 0.0f;
 #pragma unroll
         for (int quarter = 0; quarter < QUARTERS; quarter++) s += shared.scores[quarter][head][lane];
@@ -326,6 +341,7 @@ __device__ __forceinline__ void walk(Shared& shared, const Query& query, const P
     u8* const landing = PACKED ? shared.raw : shared.tile[0];
     fetch_tile(landing, PACKED ? RAW_BYTES : KEY_STRIDE, problem.planes, slots, 0, entries);
     cp_async_commit();
+#pragma unroll 1
     for (int i = 0; i < tiles; i++) {
         const u8* tile = shared.tile[PACKED ? 0 : i % 2];
         cp_async_wait<0>();
@@ -357,7 +373,7 @@ __device__ __forceinline__ int* stage_slots(Shared& shared, const int* list, int
 
 __device__ __forceinline__ void start_running(Running& running) {
 #pragma unroll
-    for (int j = 0; j < HEAD_TILES; j++) {
+    for (int j = 0; j < OWNED; j++) {
         running.most[j] = minus_infinity();
         running.sum[j] = 0.0f;
     }
@@ -389,10 +405,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int chunk = blockIdx.x, row = blockIdx.y, head0 = blockIdx.z * HEADS;
     const int entries = min(counts[row] - chunk * CHUNK, CHUNK);
     if (entries <= 0) return;
-    const int* listed = stage_slots(shared, slots + static_cast<long long>(row) * list_stride + chunk * CHUNK, entries);
     const Query query = load_query(latent_query + static_cast<long long>(row) * latent_row, latent_head,
                                    rotary_query + static_cast<long long>(row) * rotary_row, rotary_head, head0, heads,
-                                   warp % QUARTERS, lane);
+                                   warp, lane);
+    const int* listed = stage_slots(shared, slots + static_cast<long long>(row) * list_stride + chunk * CHUNK, entries);
     Output out = {};
     Running running;
     start_running(running);
@@ -402,9 +418,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (head0 + head < heads) partial[(at + head) * LATENT + value] = x;
     });
 #pragma unroll
-    for (int j = 0; j < HEAD_TILES; j++) {
-        const int head = warp + 8 * j;
-        if (lane == 0 && head0 + head < heads) {
+    for (int j = 0; j < OWNED; j++) {
+        const int head = warp + WARPS * j;
+        if (lane == 0 && head < HEADS && head0 + head < heads) {
             state[(at + head) * 2] = running.most[j];
             state[(at + head) * 2 + 1] = running.sum[j];
         }
@@ -446,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int* listed = stage_slots(shared, slots + static_cast<long long>(row) * list_stride, entries);
     const Query query = load_query(latent_query + static_cast<long long>(row) * latent_row, latent_head,
                                    rotary_query + static_cast<long long>(row) * rotary_row, rotary_head, head0, heads,
-                                   warp % QUARTERS, lane);
+                                   warp, lane);
     Output chunk_out = {}, total = {};
     Running chunk, whole;
     start_running(chunk);
@@ -455,11 +471,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // shared.factor: the last tile's readers are past it only after this barrier.
         __syncthreads();
 #pragma unroll
-        for (int j = 0; j < HEAD_TILES; j++) {
+        for (int j = 0; j < OWNED; j++) {
+            const int head = warp + WARPS * j;
+            if (head >= HEADS) break;
             const Join f = join(whole.most[j], whole.sum[j], chunk.most[j], chunk.sum[j]);
             if (lane == 0) {
-                shared.factor[0][warp + 8 * j] = f.old_factor;
-                shared.factor[1][warp + 8 * j] = f.new_factor;
+                shared.factor[0][head] = f.old_factor;
+                shared.factor[1][head] = f.new_factor;
             }
         }
         start_running(chunk);
@@ -479,9 +497,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     });
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < HEAD_TILES; j++) {
-        const int head = warp + 8 * j;
-        if (lane == 0) {
+    for (int j = 0; j < OWNED; j++) {
+        const int head = warp + WARPS * j;
+        if (lane == 0 && head < HEADS) {
             shared.factor[0][head] = whole.sum[j];
             if (log_sums != nullptr && head0 + head < heads)
                 log_sums[at + head] = entries ? log_sum(whole.most[j], whole.sum[j]) : minus_infinity();

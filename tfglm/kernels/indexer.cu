@@ -9,7 +9,7 @@
 //                  hands its best to the next level (8 blocks to one at count 2048), which leaves the selection exact.
 //
 // A row with position + 1 <= count takes all its tokens; it is neither scored nor ranked. Results depend on the row alone.
-// KEYS: 0 bfloat16, 1 e4m3 with a float32 scale after each row (tfglm/formats/latent.py). WIDTH a multiple of 8, HEADS of 8.
+// KEYS: 0 bfloat16, 1 e4m3 with a float32 scale after each row (tfglm/formats/latent.py). WIDTH a multiple of 8, HEADS of 16.
 //! variant: HEADS=32 WIDTH=128 KEYS=0
 //! variant: HEADS=32 WIDTH=128 KEYS=1
 //! variant: HEADS=16 WIDTH=32 KEYS=0
@@ -27,7 +27,7 @@
 constexpr int PAGE = 256;
 constexpr int ROWS = 8;                         // of the window, a block
 constexpr int CHUNKS = (WIDTH + 63) / 64;       // of 64 columns
-constexpr int HEAD_TILES = HEADS / 8;
+constexpr int HEAD_PAIRS = HEADS / 16;          // 16 heads are scored at a time: 16 accumulators a lane
 constexpr int QUERY_BYTES = HEADS * CHUNKS * 128;  // a row's queries in shared memory
 constexpr int KEY_BYTES = KEYS ? WIDTH + 4 : WIDTH * 2;
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ KeyTile load_keys(const u8* first, int lane) {
 
 // queries [R, HEADS, WIDTH] bfloat16 (row stride), head_weights [R, HEADS] bfloat16 (row stride), positions and stream_of [R],
 // pages [streams, page_stride]. Rows of one stream are neighbours in ascending position. scores [R, score_stride].
-extern "C" __global__ void __launch_bounds__(256, 1)
+extern "C" __global__ void __launch_bounds__(256, 2)
     index_scores(const u16* queries, int query_stride, const u16* head_weights, int weight_stride, const long long* positions,
                  const long long* stream_of, const long long* pages, int page_stride, const u8* plane, float* scores,
                  int score_stride, int rows, int count) {
@@ -124,41 +124,49 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             const KeyTile keys = load_keys(plane + slot * KEY_BYTES, lane);
             for (int r = start; r < stop; r++) {
                 if (key0 >= visible[r]) continue;
-                float acc[2][HEAD_TILES][4] = {};
+                float sums[2][2] = {};  // [16 keys][half]
                 const u8* query = dynamic_smem + r * QUERY_BYTES;
+#pragma unroll 1
+                for (int pair = 0; pair < HEAD_PAIRS; pair++) {
+                    float acc[2][2][4] = {};  // [16 keys][8 heads]
 #pragma unroll
-                for (int chunk = 0; chunk < CHUNKS; chunk++)
+                    for (int chunk = 0; chunk < CHUNKS; chunk++)
 #pragma unroll
-                    for (int j = 0; j < HEAD_TILES; j++)
+                        for (int j = 0; j < 2; j++)
 #pragma unroll
-                        for (int part = 0; part < 2; part++) {
-                            const uint4 v = *reinterpret_cast<const uint4*>(query + query_offset(j * 8 + g, chunk, part * 4 + t));
-                            const u32 b0[2] = {v.x, v.y}, b1[2] = {v.z, v.w};
+                            for (int part = 0; part < 2; part++) {
+                                const int head = (pair * 2 + j) * 8 + g;
+                                const uint4 v = *reinterpret_cast<const uint4*>(query + query_offset(head, chunk, part * 4 + t));
+                                const u32 b0[2] = {v.x, v.y}, b1[2] = {v.z, v.w};
 #pragma unroll
-                            for (int m = 0; m < 2; m++) {
-                                mma_bf16(acc[m][j], keys.matrix[m][chunk][2 * part], b0);
-                                mma_bf16(acc[m][j], keys.matrix[m][chunk][2 * part + 1], b1);
+                                for (int m = 0; m < 2; m++) {
+                                    mma_bf16(acc[m][j], keys.matrix[m][chunk][2 * part], b0);
+                                    mma_bf16(acc[m][j], keys.matrix[m][chunk][2 * part + 1], b1);
+                                }
                             }
+#pragma unroll
+                    for (int m = 0; m < 2; m++)
+#pragma unroll
+                        for (int half = 0; half < 2; half++) {
+                            const float scale = keys.scale[m][half] * rsqrtf(static_cast<float>(WIDTH));
+#pragma unroll
+                            for (int j = 0; j < 2; j++)
+#pragma unroll
+                                for (int odd = 0; odd < 2; odd++)
+                                    sums[m][half] += weights[r][(pair * 2 + j) * 8 + t * 2 + odd] *
+                                                     fmaxf(acc[m][j][half * 2 + odd] * scale, 0.0f);
                         }
+                }
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
-                    float of_half[2];
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const float scale = keys.scale[m][half] * rsqrtf(static_cast<float>(WIDTH));
-                        float sum = 0.0f;
-#pragma unroll
-                        for (int j = 0; j < HEAD_TILES; j++)
-#pragma unroll
-                            for (int odd = 0; odd < 2; odd++)
-                                sum += weights[r][j * 8 + t * 2 + odd] * fmaxf(acc[m][j][half * 2 + odd] * scale, 0.0f);
-                        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-                        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-                        of_half[half] = sum;
+                        sums[m][half] += __shfl_xor_sync(0xffffffffu, sums[m][half], 1);
+                        sums[m][half] += __shfl_xor_sync(0xffffffffu, sums[m][half], 2);
                     }
                     const int key = key0 + m * 16 + t * 8 + g;  // lanes t = 0 and 1 write the two halves
                     if (t < 2 && key < visible[r])
-                        scores[static_cast<long long>(r0 + r) * score_stride + key] = t ? of_half[1] : of_half[0];
+                        scores[static_cast<long long>(r0 + r) * score_stride + key] = t ? sums[m][1] : sums[m][0];
                 }
             }
         }
@@ -169,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 
 constexpr int SELECT_THREADS = 1024, PER_THREAD = 16, CANDIDATES = SELECT_THREADS * PER_THREAD;
 constexpr int BINS = 256;
+constexpr int COPIES = 8;  // of each counter, so that alike scores of neighbouring lanes seldom meet
 
 // Unsigned integers in the order of floats, 0 for none: -0 becomes +0, negative numbers are reversed.
 __device__ __forceinline__ u32 order_key(float score) {
@@ -185,16 +194,17 @@ __device__ __forceinline__ u32 kth_greatest(const u32 (&keys)[PER_THREAD], int c
     int wanted = count;
     greater = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
-        for (int i = threadIdx.x; i < BINS * 32; i += SELECT_THREADS) histogram[i] = 0;
+        for (int i = threadIdx.x; i < BINS * COPIES; i += SELECT_THREADS) histogram[i] = 0;
         __syncthreads();
 #pragma unroll
         for (int j = 0; j < PER_THREAD; j++)
-            // A column of counters a lane: lanes of a warp never meet, however alike the scores are.
-            if (shift == 24 || keys[j] >> (shift + 8) == prefix) atomicAdd(&histogram[((keys[j] >> shift) & 255u) * 32 + lane], 1u);
+            if (shift == 24 || keys[j] >> (shift + 8) == prefix)
+                atomicAdd(&histogram[((keys[j] >> shift) & 255u) * COPIES + lane % COPIES], 1u);
         __syncthreads();
         if (threadIdx.x < BINS) {
             u32 sum = 0;
-            for (int i = 0; i < 32; i++) sum += histogram[threadIdx.x * 32 + ((i + lane) & 31)];
+            for (int i = 0; i < COPIES; i++)  // starting points that put a warp's reads into 32 banks
+                sum += histogram[threadIdx.x * COPIES + (i + threadIdx.x / (32 / COPIES)) % COPIES];
             sums[threadIdx.x] = sum;
         }
         __syncthreads();
@@ -241,7 +251,7 @@ struct Level {
 
 template <bool FIRST, bool LAST>
 __device__ __forceinline__ void select_level(const Level& level) {
-    __shared__ u32 histogram[BINS * 32];
+    __shared__ u32 histogram[BINS * COPIES];
     const int row = blockIdx.y, part = blockIdx.x, count = level.count;
     const int visible = static_cast<int>(level.positions[row]) + 1;
     auto slot_of = [&](int position) {

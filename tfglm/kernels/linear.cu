@@ -77,56 +77,62 @@ __device__ __forceinline__ float row_factor(const Matrix& w, int row) {
 // ---- decode
 
 // Pieces in flight a warp: enough bytes to cover the latency of memory, few enough registers for two blocks a multiprocessor.
+#ifndef DEPTH
 #if WEIGHT == 0
-constexpr int DEPTH = 2;
+#define DEPTH 2
 #else
-constexpr int DEPTH = 4;
+#define DEPTH 4
+#endif
 #endif
 
+template <int NT>
+__device__ __forceinline__ void load_activations(Activations (&x)[NT], const u16* const (&rows)[NT], int k, int columns, int t) {
+    const uint4 zero = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+            const int column = k + part * 32 + t * 8;
+            const bool inside = rows[j] != nullptr && column < columns;
+            x[j].part[part] = inside ? *reinterpret_cast<const uint4*>(rows[j] + column) : zero;
+        }
+}
+
 // Sums one slice. rows[j]: the row of x for column g of tile j, or null. acc: [m tile][row tile].
+// A ring of DEPTH pieces: each is replaced, as soon as it is multiplied, by the one DEPTH pieces further on.
 template <int MT, int NT>
 __device__ __forceinline__ void slice_sum(float (&acc)[MT][NT][4], const Matrix& w, const u16* const (&rows)[NT], int n,
                                           int begin, int end, int lane) {
-    const int t = lane % 4;
+    RawPiece raw[DEPTH][MT];
+    Activations x[DEPTH][NT];
+    auto load = [&](RawPiece (&piece)[MT], Activations (&given)[NT], int k) {
+#pragma unroll
+        for (int m = 0; m < MT; m++) piece[m] = load_piece(w, n + 16 * m, k, lane);
+        load_activations<NT>(given, rows, k, w.columns, lane % 4);
+    };
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++)
+        if (begin + d * COLUMNS < end) load(raw[d], x[d], begin + d * COLUMNS);
+#pragma unroll 1
     for (int k0 = begin; k0 < end; k0 += COLUMNS * DEPTH) {
-        RawPiece raw[DEPTH][MT];
-        Activations x[DEPTH][NT];
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             const int k = k0 + d * COLUMNS;
-            if (k < end) {
+            if (k >= end) break;
 #pragma unroll
-                for (int m = 0; m < MT; m++) raw[d][m] = load_piece(w, n + 16 * m, k, lane);
+            for (int m = 0; m < MT; m++) {
+                const Fragments a = fragments_of(raw[d][m]);
 #pragma unroll
-                for (int j = 0; j < NT; j++) {
+                for (int step = 0; step < 4; step++) {
 #pragma unroll
-                    for (int part = 0; part < 2; part++) {
-                        const int column = k + part * 32 + t * 8;
-                        const uint4 zero = {0, 0, 0, 0};
-                        x[d][j].part[part] = rows[j] != nullptr && column < w.columns
-                                                 ? *reinterpret_cast<const uint4*>(rows[j] + column)
-                                                 : zero;
+                    for (int j = 0; j < NT; j++) {
+                        u32 b[2];
+                        step_operand(b, x[d][j], step);
+                        mma_bf16(acc[m][j], a.matrix[step], b);
                     }
                 }
             }
-        }
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            if (k0 + d * COLUMNS < end) {
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    const Fragments a = fragments_of(raw[d][m]);
-#pragma unroll
-                    for (int step = 0; step < 4; step++) {
-#pragma unroll
-                        for (int j = 0; j < NT; j++) {
-                            u32 b[2];
-                            step_operand(b, x[d][j], step);
-                            mma_bf16(acc[m][j], a.matrix[step], b);
-                        }
-                    }
-                }
-            }
+            if (k + COLUMNS * DEPTH < end) load(raw[d], x[d], k + COLUMNS * DEPTH);
         }
     }
 }

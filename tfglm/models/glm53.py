@@ -110,18 +110,26 @@ def load_model(
     tokens: int,
     device: str = "cpu",
     kv: str = "bf16",
+    dense: str = "bf16",
+    head: str = "bf16",
     progress: Callable[[int, int], None] | None = None,
 ) -> Glm53:
     """The model of an open checkpoint, with a cache of `tokens` tokens over all streams.
 
+    device: "cpu" or "cuda". kv: the cache's format. dense, head: formats of linear layers and of lm_head on a GPU
+    (ops.cuda.DENSE_KINDS); a CPU multiplies by what the checkpoint holds.
     progress is called after each tensor with the bytes read and the bytes there are. Memory stays near the checkpoint's
     size. The number of torch threads must be set before. Raises ConfigError, CheckpointError, MemoryShortError.
     """
-    if device != "cpu":
-        raise ConfigError(f"device is {device!r}; supported: 'cpu'")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}; supported: cpu, cuda")
     mtp = layer_prefix(checkpoint.config.num_hidden_layers) + "."
     total = sum(entry.nbytes for name, entry in checkpoint.entries.items() if not name.startswith(mtp))
     source = CheckpointSource(checkpoint, (lambda done: progress(done, total)) if progress else None)
+    if device == "cuda":
+        from tfglm.models import glm53_cuda  # it builds on this module
+
+        return glm53_cuda.load(checkpoint.config, source, tokens=tokens, kv=kv, dense=dense, head=head)
     shapes = shapes_of(checkpoint.config, {(linear.k, linear.n) for linear in checkpoint.linears.values()})
     weights = load_weights(checkpoint.config, source)
     return Glm53(checkpoint.config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(RowMath.verified(shapes)))

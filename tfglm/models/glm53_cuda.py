@@ -6,7 +6,6 @@ two, which sizes launches but changes no result; graph and eager forward give th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,12 +15,19 @@ from tfglm.cache.pages import PAGE, PagePool, pages_for
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.formats.latent import KvFormat, row_bytes
-from tfglm.models.exl3_loader import plain_experts
 from tfglm.models.glm53 import Glm53
+from tfglm.models.source import Source
 from tfglm.models.taps import Passed, Taps
-from tfglm.models.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights
+from tfglm.models.weights import (
+    AttentionWeights,
+    LayerWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+    load_layer,
+)
 from tfglm.models.window import LaidOut
-from tfglm.ops.base import PlainExperts, Window
+from tfglm.ops.base import Window
 from tfglm.ops.cuda import CudaOps, Precision
 
 GRAPH_ROWS = 16
@@ -68,23 +74,16 @@ class _Graph:
 
 
 class CudaGlm53(Glm53):
-    """The model on a CUDA device. graphs: replay small windows instead of launching them."""
+    """The model on a CUDA device, its weights held by `ops`. graphs: replay small windows instead of launching them."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: ModelWeights,
-        *,
-        tokens: int,
-        precision: Precision,
-        device: torch.device,
-        graphs: bool = True,
+        self, config: ModelConfig, weights: ModelWeights, ops: CudaOps, *, tokens: int, graphs: bool = True
     ) -> None:
-        self.device = device
+        self.device = ops.device
         self.config = config
-        self.ops: CudaOps = CudaOps(precision, self.device)
-        self.weights = held(weights, self.ops)
-        self.cache = PackedCache(config, tokens, precision.kv, self.device)  # type: ignore[assignment]
+        self.ops: CudaOps = ops
+        self.weights = weights
+        self.cache = PackedCache(config, tokens, ops.precision.kv, self.device)  # type: ignore[assignment]
         half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
         self.frequencies = (1.0 / config.rope_theta**half).to(self.device)
         self._use_graphs = graphs
@@ -148,16 +147,30 @@ def _unpacked(packed: torch.Tensor, rows: LaidOut, streams: int) -> LaidOut:
     return LaidOut(tokens, window, rows.wanted.to(packed.device))
 
 
+def load(
+    config: ModelConfig, source: Source, *, tokens: int, kv: str, dense: str, head: str, graphs: bool = True
+) -> CudaGlm53:
+    """The model on torch's current GPU. Raises ConfigError where there is none or a format is unknown."""
+    if not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch sees no NVIDIA GPU; supported here: cpu")
+    formats = [kind.value for kind in KvFormat]
+    if kv not in formats:
+        raise ConfigError(f"kv is {kv!r}; supported on a GPU: {', '.join(formats)}")
+    ops = CudaOps(Precision(KvFormat(kv), dense, head), torch.device("cuda", torch.cuda.current_device()))
+    return CudaGlm53(config, load_weights(config, source, ops), ops, tokens=tokens, graphs=graphs)
+
+
 # ---- weights
 
 
-def held(weights: ModelWeights, ops: CudaOps) -> ModelWeights:
-    """The weights in the formats and on the device of `ops`."""
+def load_weights(config: ModelConfig, source: Source, ops: CudaOps) -> ModelWeights:
+    """The trunk in the formats and on the device of `ops`; one layer at a time is held on the host."""
+    layers = range(config.num_hidden_layers)
     return ModelWeights(
-        embed=weights.embed.to(ops.device, torch.bfloat16),
-        layers=tuple(_layer(layer, ops) for layer in weights.layers),
-        norm=weights.norm.to(ops.device),
-        head=ops.hold(weights.head, ops.precision.head, float_out=True),
+        embed=source.tensor("model.embed_tokens.weight").to(ops.device, torch.bfloat16),
+        layers=tuple(_layer(load_layer(config, source, layer), ops) for layer in layers),
+        norm=source.tensor("model.norm.weight").float().to(ops.device),
+        head=ops.hold(source.linear("lm_head"), ops.precision.head, float_out=True),
     )
 
 
@@ -200,15 +213,9 @@ def _mlp(weights: MlpWeights, ops: CudaOps) -> MlpWeights:
 
 
 def _moe(weights: MoeWeights, ops: CudaOps) -> MoeWeights:
-    experts = plain_experts(weights.experts)
     return MoeWeights(
         gate=ops.hold(weights.gate, "bf16"),
         correction=weights.correction.to(ops.device),
-        experts=PlainExperts(ops.hold_heads(experts.gate_up), ops.hold_heads(experts.down)),
+        experts=ops.hold_experts(weights.experts),
         shared=_mlp(weights.shared, ops),
     )
-
-
-def reader(read: Callable[[str], torch.Tensor], device: torch.device) -> Callable[[str], torch.Tensor]:
-    """`read` with every tensor brought to the device, where weights are then stacked and converted."""
-    return lambda name: read(name).to(device)

@@ -17,8 +17,9 @@ from tfglm.formats.groups import GROUP
 from tfglm.formats.latent import KvFormat
 from tfglm.ops import cuda_attention, cuda_cache, cuda_indexer, cuda_linear, cuda_router, cuda_rows
 from tfglm.ops.base import Experts, PlainExperts, Rope, Routing, Selection, Window
+from tfglm.ops.cuda_experts import Exl3Layers
 from tfglm.ops.cuda_linear import Dense
-from tfglm.ops.exl3_weights import Weight, plain
+from tfglm.ops.exl3_weights import Exl3Experts, Weight, plain
 
 DENSE_KINDS = ("bf16", "fp8", "q4", "q6", "q8")
 
@@ -49,6 +50,7 @@ class CudaOps:
         self.context = 0
         self._dense: dict[int, Dense] = {}  # weights in pieces, by the address of their data
         self._float_out: set[int] = set()
+        self._exl3 = Exl3Layers(device)
 
     # ---- weights
 
@@ -57,10 +59,10 @@ class CudaOps:
 
         Weights whose inputs are no multiple of 64 stay bfloat16. float_out: its results are float32.
         """
-        weight = plain(weight)
-        if weight.shape[1] % GROUP:
+        matrix = plain(weight)
+        if matrix.shape[1] % GROUP:
             kind = "bf16"
-        dense = cuda_linear.pack(weight.to(self.device), kind)
+        dense = cuda_linear.pack(matrix.to(self.device), kind)
         if kind != "bf16":
             self._dense[dense.data.data_ptr()] = dense
         if float_out:
@@ -71,7 +73,14 @@ class CudaOps:
         """Each head's weight [heads, outputs, inputs], as `absorb` and `expand` take it."""
         return weight.to(self.device, torch.bfloat16).contiguous()
 
-    def _held(self, weight: torch.Tensor) -> Dense:
+    def hold_experts(self, experts: Experts) -> Experts:
+        """A layer's routed experts on the device, in the format they come in."""
+        if isinstance(experts, PlainExperts):
+            return PlainExperts(self.hold_heads(experts.gate_up), self.hold_heads(experts.down))
+        return self._exl3.hold(experts)
+
+    def _held(self, weight: Weight) -> Dense:
+        assert isinstance(weight, torch.Tensor), "hold() makes a tensor of every weight"
         return self._dense.get(weight.data_ptr()) or Dense("bf16", weight.shape[0], weight.shape[1], weight)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -92,9 +101,8 @@ class CudaOps:
         return cuda_rows.rotate(x, rope, x)
 
     def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        assert isinstance(weight, torch.Tensor), "`hold` makes tensors of all weights"
-        dtype = torch.float32 if weight.data_ptr() in self._float_out else torch.bfloat16
-        return self._linear(x, self._held(weight), dtype)
+        dense = self._held(weight)
+        return self._linear(x, dense, torch.float32 if dense.data.data_ptr() in self._float_out else torch.bfloat16)
 
     def _linear(self, x: torch.Tensor, weight: Dense, dtype: torch.dtype) -> torch.Tensor:
         out = self._empty((x.shape[0], weight.rows), dtype)
@@ -156,7 +164,7 @@ class CudaOps:
 
     # ---- experts
 
-    def route(self, x: torch.Tensor, gate: torch.Tensor, correction: torch.Tensor, config: ModelConfig) -> Routing:
+    def route(self, x: torch.Tensor, gate: Weight, correction: torch.Tensor, config: ModelConfig) -> Routing:
         if config.n_group > 1:
             raise ConfigError(f"n_group is {config.n_group}; the GPU's router chooses among all experts at once (1)")
         logits = self._linear(x, self._held(gate), torch.float32)
@@ -168,8 +176,9 @@ class CudaOps:
 
     def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
         """float32 [R, hidden]."""
-        assert isinstance(experts, PlainExperts), "quantised experts are made plain when the weights are held"
         rows, picks = routing.experts.shape
+        if isinstance(experts, Exl3Experts):
+            return self._exl3.run(x, routing, experts, self._empty((rows, x.shape[1]), torch.float32))
         count, doubled, hidden = experts.gate_up.shape
         pairs, most = rows * picks, min(count, rows * picks)
         groups = cuda_router.Groups(*(self._empty((n,), torch.int32) for n in (pairs, most + 1, most)))
