@@ -375,8 +375,8 @@ def test_counters_move_while_tokens_are_made(gate: Gate) -> None:
         for _ in range(4):
             gate.step()
             now = engine.snapshot()
-            seen.append((now.iteration_tokens, now.prompt_tokens, now.generation_tokens, now.rounds))
-        assert seen == [(16, 0, 0, 0), (24, 24, 1, 0), (25, 24, 2, 1), (26, 24, 3, 2)]
+            seen.append((now.iteration_tokens, now.prompt_tokens, now.generation_tokens, now.chunks, now.rounds))
+        assert seen == [(16, 0, 0, 1, 0), (24, 24, 1, 2, 0), (25, 24, 2, 2, 1), (26, 24, 3, 2, 2)]
         assert engine.snapshot().kv_tokens_used == 26
         gate.open()
         assert receiver.finished

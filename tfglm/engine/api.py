@@ -206,6 +206,9 @@ class Snapshot:
     iteration_tokens: int
     """Rows of every forward, prompt chunks included."""
     rounds: int
+    """Forwards that made tokens of replies."""
+    chunks: int = 0
+    """Forwards that read a part of a prompt."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafts: tuple[DraftCount, ...] = ()

@@ -65,7 +65,7 @@ class Engine:
         self._stopping = False
         self._stepping = False
         self._step_began: float | None = None
-        self._prompt_tokens = self._generation_tokens = self._iteration_tokens = self._rounds = 0
+        self._prompt_tokens = self._generation_tokens = self._iteration_tokens = self._rounds = self._chunks = 0
         self._drafted_tokens = self._accepted_tokens = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -150,6 +150,7 @@ class Engine:
             generation_tokens=self._generation_tokens,
             iteration_tokens=self._iteration_tokens,
             rounds=self._rounds,
+            chunks=self._chunks,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
             drafts=self._drafting.counts,
@@ -205,6 +206,7 @@ class Engine:
             if plan.prompt is not None:
                 rows = self._settings.prefill_rows
                 self._iteration_tokens += read_chunk(self._model, plan.prompt, rows, self._drafting)
+                self._chunks += 1
             else:
                 self._iteration_tokens += decode(self._model, replies, self._drafting)
                 self._rounds += 1

@@ -107,7 +107,7 @@ class _EngineCollector(Collector):
             ("vllm:num_preemptions", "Requests put back into the queue (never done).", 0),
             ("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", now.drafted_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", now.accepted_tokens),
-            ("tfglm:rounds", "Forwards of the engine.", now.rounds),
+            ("tfglm:rounds", "Forwards that made tokens of replies.", now.rounds),
         ):
             counter = CounterMetricFamily(name, text, labels=[LABEL])
             counter.add_metric([self._model], value)
@@ -131,7 +131,7 @@ class _EngineCollector(Collector):
             "vllm:iteration_tokens_total", "Rows a forward, prompt chunks too.", labels=[LABEL]
         )
         # Dashboards read the sum alone; one bucket keeps the histogram well-formed.
-        rows.add_metric([self._model], buckets=[("+Inf", now.rounds)], sum_value=now.iteration_tokens)
+        rows.add_metric([self._model], buckets=[("+Inf", now.rounds + now.chunks)], sum_value=now.iteration_tokens)
         yield rows
         sleep = GaugeMetricFamily("vllm:engine_sleep_state", "Always awake.", labels=[LABEL, "sleep_state"])
         sleep.add_metric([self._model, "awake"], 1)
