@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,16 @@ def idle_after(url: str) -> float:
         assert time.monotonic() - begin < 60
         time.sleep(0.01)
     return time.monotonic() - begin
+
+
+def soon_idle(url: str, leave: Callable[[], None]) -> bool:
+    """Whether the engine is idle within a second of a client's leaving, in one of three tries: others may load the
+    machine, and a reply or a prompt that ran on would take many seconds every time."""
+    for _ in range(3):
+        leave()
+        if idle_after(url) <= IDLE_SECONDS:
+            return True
+    return False
 
 
 def test_models(client, url):
@@ -148,24 +158,27 @@ def test_two_at_once_are_what_they_are_alone(client):
 
 
 def test_leaving_in_the_middle_of_a_reply(client, url):
-    before = health(url)["generation_tokens"]
-    stream = ask(client, stream=True, max_tokens=6000, temperature=1.0, extra_body={"ignore_eos": True})
-    for _, _chunk in zip(range(5), stream, strict=False):
-        pass
-    assert health(url)["running"] == 1
-    stream.close()
-    assert idle_after(url) <= IDLE_SECONDS
-    assert health(url)["generation_tokens"] - before < 6000
+    def leave() -> None:
+        stream = ask(client, stream=True, max_tokens=6000, temperature=1.0, extra_body={"ignore_eos": True})
+        for _, _chunk in zip(range(5), stream, strict=False):
+            pass
+        assert health(url)["running"] == 1
+        stream.close()
+
+    assert soon_idle(url, leave)
 
 
 def test_leaving_in_the_middle_of_a_prompt(client, url):
     """The stream is open before the prompt is read; closing it ends the reading, not only the reply."""
     before = health(url)["prompt_tokens"]
     words = [{"role": "user", "content": "sea salt and wind " * 800}]
-    stream = ask(client, stream=True, messages=words, max_tokens=1)
-    assert health(url)["running"] == 1
-    stream.close()
-    assert idle_after(url) <= IDLE_SECONDS
+
+    def leave() -> None:
+        stream = ask(client, stream=True, messages=words, max_tokens=1)
+        assert health(url)["running"] == 1
+        stream.close()
+
+    assert soon_idle(url, leave)
     assert health(url)["prompt_tokens"] == before
 
 
@@ -174,11 +187,14 @@ def test_leaving_without_a_stream(client, url):
     host, port = url.removeprefix("http://").split(":")
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(head.encode() + body)
-        while not health(url)["running"]:
-            time.sleep(0.01)
-    assert idle_after(url) <= IDLE_SECONDS
+
+    def leave() -> None:
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(head.encode() + body)
+            while not health(url)["running"]:
+                time.sleep(0.01)
+
+    assert soon_idle(url, leave)
 
 
 def test_a_prompt_that_is_too_long(client):
@@ -262,6 +278,9 @@ def test_the_counters_have_moved(client, url):
     total = before["generation_tokens"] + reply.usage.completion_tokens
     assert float(values['vllm:generation_tokens_total{model_name="tiny"}']) == total
     assert float(values['vllm:iteration_tokens_total_sum{model_name="tiny"}']) > total
+    # Prompt chunks are forwards too.
+    rounds = float(values['tfglm:rounds_total{model_name="tiny"}'])
+    assert float(values['vllm:iteration_tokens_total_count{model_name="tiny"}']) > rounds > 0
 
 
 def post_raw(url: str, body: bytes, *, chunked: bool) -> bytes:
