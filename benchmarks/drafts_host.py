@@ -1,0 +1,236 @@
+"""What drafting costs the host in a round, and what it gains with drafts of a set acceptance. No model, no accelerator.
+
+    python benchmarks/drafts_host.py --out benchmarks/results/drafts_host_cpu.json
+
+The engine serves greedy replies of a known text at GLM-5.3's vocabulary of 154,880; a stand-in for the model answers at
+once, and an oracle drafts 8 tokens of which each is right with the set probability. Time in the model is taken off what
+is measured. Predicted tokens a second are those of the cost table of three DGX Sparks, beside the ideal: a policy that
+knows each draft's fate. Copies are measured on an edit: a reply that repeats its prompt with 2 % of its tokens changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tfglm.cache.pages import PAGE, PagePool, Stream, pages_for
+from tfglm.checkpoint.vocabulary import build_tokenizer
+from tfglm.drafts.base import Ask, Draft, Drafter, Kept
+from tfglm.drafts.costs import THREE_SPARKS
+from tfglm.drafts.policy import Policy
+from tfglm.drafts.speculator import Speculator
+from tfglm.engine.api import Event, Failed, Finished, GenerationRequest, SamplingParams, Usage
+from tfglm.engine.drafting import Drafting
+from tfglm.engine.engine import Engine
+from tfglm.engine.tokenizer import Tokenizer
+from tfglm.models.taps import Passed, Taps
+from tfglm.models.window import Rows, reserve
+from tfglm.settings import Settings
+
+VOCAB, TEXT = 154880, 500
+TOKENIZER = Tokenizer(build_tokenizer(TEXT))
+
+
+class KnownText:
+    """Says of each stream, whose first token is its number, the text of that number."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self.seconds = 0.0
+        self.rounds = self.rows = 0
+        self.ms = 0.0
+        self._texts = texts
+        self._pool = PagePool(pages_for(sum(len(text) + PAGE for text in texts)))
+        self._number: dict[Stream, int] = {}
+        self._logits = torch.zeros(64, VOCAB)
+        self._hot: list[tuple[int, int]] = []
+
+    @property
+    def tokens_total(self) -> int:
+        return self._pool.pages * PAGE
+
+    def open_stream(self) -> Stream:
+        return Stream(self._pool)
+
+    def forward(self, window: Sequence[Rows]) -> torch.Tensor:
+        start = time.perf_counter()
+        reserve(window, self._pool)
+        for place in self._hot:
+            self._logits[place] = 0
+        self._hot = []
+        for entry in window:
+            stream = entry.stream
+            if stream.length == 0:
+                self._number[stream] = entry.tokens[0]
+            stream.length += len(entry.tokens)
+            text = self._texts[self._number[stream]]
+            for at in range(stream.length - entry.want, stream.length):
+                place = len(self._hot), text[at + 1] if at + 1 < len(text) else 0
+                self._logits[place] = 9
+                self._hot.append(place)
+        if all(len(entry.tokens) == entry.want for entry in window):
+            self.rounds += 1
+            self.rows += len(self._hot)
+            self.ms += THREE_SPARKS.window(len(self._hot))
+        logits = self._logits[: len(self._hot)]
+        self.seconds += time.perf_counter() - start
+        return logits
+
+    def forward_tapped(self, window: Sequence[Rows], taps: Taps) -> Passed:
+        raise NotImplementedError("no drafter here reads anything")
+
+
+class Oracle:
+    name, most, taps = "oracle", 8, Taps()
+
+    def __init__(self, texts: Sequence[Sequence[int]], acceptance: float) -> None:
+        self._texts, self._acceptance, self._dice = texts, acceptance, random.Random(0)
+
+    def open(self) -> list[int]:
+        return []
+
+    def read(self, kept: Sequence[Kept], passed: Passed) -> None:
+        for part in kept:
+            part.context.extend([part.tokens[0], len(part.tokens)] if not part.context else [len(part.tokens)])
+
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
+        return [self._draft(ask) for ask in asks]
+
+    def _draft(self, ask: Ask) -> Draft:
+        at = sum(ask.context[1:])
+        tokens = self._texts[ask.context[0]][at + 1 : at + 1 + min(8, ask.room)]
+        guessed = tuple(t if self._dice.random() < self._acceptance else t + 1 for t in tokens)
+        return Draft(guessed, (self._acceptance,) * len(guessed), self.name)
+
+    def close(self, context: list[int]) -> None:
+        context.clear()
+
+
+class Timed(Drafting):
+    """Adds up the time inside."""
+
+    seconds = 0.0
+
+    def propose(self, replies: Sequence[Any]) -> list[Sequence[int]]:
+        return self._timed(lambda: super(Timed, self).propose(replies))
+
+    def settle(self, *args: Any) -> None:
+        self._timed(lambda: super(Timed, self).settle(*args))
+
+    def _timed(self, action: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def serve(texts: Sequence[Sequence[int]], prompts: int, drafter: Drafter | None, copy: bool) -> dict[str, Any]:
+    """All replies at once: host milliseconds a round, tokens a round, tokens a second by the cost table."""
+    model = KnownText(texts)
+    policy = Policy(THREE_SPARKS)
+    speculator = Speculator(drafter, policy, copy=copy, vocab_size=TOKENIZER.vocab_size)
+    drafting = Timed(speculator)
+    engine = Engine(
+        model, TOKENIZER, Settings(parallel=len(texts), prefill_rows=4096), [TOKENIZER.vocab_size - 1], drafting
+    )
+    usages: list[Usage] = []
+    done = threading.Semaphore(0)
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Failed):
+            raise SystemExit(f"a reply failed: {event.message}")
+        if isinstance(event, Finished):
+            usages.append(event.usage)
+            done.release()
+
+    for number, text in enumerate(texts):
+        wanted = len(text) - prompts
+        request = GenerationRequest(
+            str(number), text[:prompts], SamplingParams(temperature=0.0), wanted, ignore_eos=True, split_reasoning=False
+        )
+        if number == 0:
+            engine.start()
+        engine.submit(request, on_event)
+    started, before = time.perf_counter(), model.seconds
+    for _ in texts:
+        done.acquire()
+    wall = time.perf_counter() - started - (model.seconds - before)
+    engine.stop()
+    tokens = sum(usage.completion_tokens - 1 for usage in usages)
+    ms = model.ms + (model.rounds * THREE_SPARKS.first_ms if drafter else 0.0)
+    return {
+        "rounds": model.rounds,
+        "tokens_per_round": round(tokens / model.rounds, 3),
+        "rows_per_round": round(model.rows / model.rounds, 3),
+        "drafting_ms_per_round": round(1000 * drafting.seconds / model.rounds, 4),
+        "host_ms_per_round": round(1000 * wall / model.rounds, 4),
+        "predicted_tok_s": round(1000 * tokens / ms, 2),
+    }
+
+
+def texts_of(streams: int, length: int) -> list[list[int]]:
+    dice = random.Random(1)
+    return [[number, *(dice.randrange(200) for _ in range(length))] for number in range(streams)]
+
+
+def ideal(acceptance: float, length: int) -> float:
+    """Tokens a second of three Sparks if each round verified exactly the drafts that are right."""
+    dice, tokens, ms = random.Random(0), 0, 0.0
+    while tokens < length:
+        right = next((i for i in range(8) if dice.random() >= acceptance), 8)
+        tokens, ms = tokens + right + 1, ms + THREE_SPARKS.window(right + 1) + THREE_SPARKS.first_ms
+    return round(1000 * tokens / ms, 2)
+
+
+def edit(length: int) -> list[list[int]]:
+    dice = random.Random(2)
+    original = [0, *(dice.randrange(200) for _ in range(length))]
+    return [original + [t if dice.random() > 0.02 else dice.randrange(200) for t in original[1:]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tokens", type=int, default=2000)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = []
+    for streams in (1, 4):
+        texts = texts_of(streams, args.tokens)
+        for acceptance in (0.6, 0.75, 0.9, 1.0):
+            figures = serve(texts, 16, Oracle(texts, acceptance), copy=False)
+            cases.append({"streams": streams, "acceptance": acceptance, **figures})
+            if streams == 1:
+                cases[-1]["ideal_tok_s"] = ideal(acceptance, args.tokens)
+    serial = serve(texts_of(1, args.tokens), 16, None, copy=False)
+    copies = serve(edit(args.tokens), args.tokens + 1, None, copy=True)
+    result = {
+        "hardware": f"{platform.machine()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}",
+        "python": platform.python_version(),
+        "vocab": VOCAB,
+        "oracle": cases,
+        "serial": serial,
+        "edit_with_copies": copies,
+        "median_drafting_ms_one_stream": statistics.median(
+            case["drafting_ms_per_round"] for case in cases if case["streams"] == 1
+        ),
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
