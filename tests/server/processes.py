@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -55,7 +54,7 @@ class ServerProcess:
             if found:
                 return found.group(1)
 
-    def terminate(self, number: int = signal.SIGTERM) -> None:
+    def send(self, number: int) -> None:
         self.process.send_signal(number)
 
     def ended(self, seconds: float = 30.0) -> int:

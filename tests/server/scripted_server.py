@@ -1,13 +1,15 @@
 """A server process over the scripted engine: `python scripted_server.py CHECKPOINT [--flag value ...]`.
 
-It answers every message with thinking and then words. --pause is in seconds a word, --load in seconds of loading.
+It answers every message with thinking and then words. --pause is in seconds a word. With --hold, loading ends at the
+first SIGUSR1, and replies end from the second on.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import time
+import signal
+import threading
 from pathlib import Path
 
 from scripted import CONTEXT, MODEL, FakeEngine, finished
@@ -28,23 +30,34 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--pause", type=float, default=0.0)
-    parser.add_argument("--load", type=float, default=0.0)
-    parser.add_argument("--words", type=int, default=1)
+    parser.add_argument("--hold", action="store_true")
     parser.add_argument("--fail", action="store_true")
     for name in ("host", "port", "api_key", "drain_s"):
         parser.add_argument(f"--{name}")
     args = parser.parse_args()
     logging.basicConfig(level="INFO")
     settings = Settings.from_sources({name: getattr(args, name) for name in ("host", "port", "api_key", "drain_s")})
+    go_on = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda number, frame: go_on.set())
     listener = bind(settings)
     print(f"bound {listener.url}", flush=True)
 
     def load() -> Served:
-        time.sleep(args.load)
+        if args.hold:
+            go_on.wait()
+            go_on.clear()
         if args.fail:
             raise TfglmError("no such luck")
-        words = [step for word in WORDS * args.words for step in (Delta("answer", word, (3,)), args.pause)]
-        engine = FakeEngine([Started(1.0), Delta("reasoning", "let me count", (3,)), *words, finished()])
+        words = [step for word in WORDS for step in (Delta("answer", word, (3,)), args.pause)]
+        engine = FakeEngine(
+            [
+                Started(1.0),
+                Delta("reasoning", "let me count", (3,)),
+                *words,
+                *([go_on] if args.hold else []),
+                finished(),
+            ]
+        )
         engine.quick = {"smoke"}
         folder = args.checkpoint
         return Served(

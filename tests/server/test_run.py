@@ -100,20 +100,22 @@ def test_a_public_address_without_a_key_warns(caplog, key, warned):
 
 def test_loading_then_ready_then_drained(checkpoint):
     """The socket answers while the model loads; SIGTERM lets the running reply end and refuses new ones."""
-    with ServerProcess(SCRIPT, checkpoint, "--port", "0", "--load", "1", "--pause", "0.2", "--words", "3") as server:
+    with ServerProcess(SCRIPT, checkpoint, "--port", "0", "--hold") as server:
         url = server.wait_for("bound (http://.*)")
         assert get(url + "/health") == (503, {"status": "loading"})
         assert get(url + "/v1/models")[1]["error"]["code"] == "loading"
+        server.send(signal.SIGUSR1)
         server.wait_for("(ready)")
         assert get(url + "/health")[0] == 200
         stream = chat(url, stream=True)
         stream.readline()
-        server.terminate()
+        server.send(signal.SIGTERM)
         while get(url + "/health")[1]["status"] != "draining":
             time.sleep(0.02)
         with pytest.raises(urllib.error.HTTPError) as caught:
             chat(url)
         assert caught.value.code == 503 and caught.value.headers["Retry-After"]
+        server.send(signal.SIGUSR1)
         text = stream.read().decode()
         assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"stop"' in text
         assert server.ended() == 0
@@ -125,7 +127,7 @@ def test_what_does_not_end_in_time_gets_an_error(checkpoint):
         url = server.wait_for("ready (http://.*)")
         stream = chat(url, stream=True)
         stream.readline()
-        server.terminate(signal.SIGINT)
+        server.send(signal.SIGINT)
         *_, error, done = stream.read().decode().rstrip("\n").split("\n\n")
         assert done == "data: [DONE]"
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "draining"
@@ -137,18 +139,18 @@ def test_the_second_signal_ends_at_once(checkpoint):
         url = server.wait_for("ready (http://.*)")
         stream = chat(url, stream=True)
         stream.readline()
-        server.terminate()
+        server.send(signal.SIGTERM)
         while get(url + "/health")[1]["status"] != "draining":
             time.sleep(0.02)
-        server.terminate()
+        server.send(signal.SIGTERM)
         assert server.ended(5) == 128 + signal.SIGTERM
 
 
 def test_a_signal_while_loading_ends_at_once(checkpoint):
-    with ServerProcess(SCRIPT, checkpoint, "--port", "0", "--load", "600") as server:
+    with ServerProcess(SCRIPT, checkpoint, "--port", "0", "--hold") as server:
         url = server.wait_for("bound (http://.*)")
         get(url + "/health")
-        server.terminate()
+        server.send(signal.SIGTERM)
         assert server.ended(10) == 0
 
 
@@ -166,7 +168,7 @@ def test_idle_connections_do_not_hold_up_the_end(checkpoint):
         sockets[0].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert sockets[0].recv(100).startswith(b"HTTP/1.1 200")
         begin = time.monotonic()
-        server.terminate()
+        server.send(signal.SIGTERM)
         assert server.ended() == 0
         assert time.monotonic() - begin < 10
         for sock in sockets:

@@ -74,7 +74,7 @@ async def test_leaving_cancels(make_api, gate, streamed, said):
     else:
         sent.cancel()
     (cancelled,) = api.engine.cancelled.values()
-    assert await until(cancelled.is_set, 1.0)
+    assert await until(cancelled.is_set)
     assert await until(lambda: not api.state.live)
     async with api.session.get(api.url + "/metrics") as response:
         assert f'tfglm:client_disconnections_total{{model_name="{MODEL}"}} 1.0' in await response.text()
