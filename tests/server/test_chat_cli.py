@@ -21,9 +21,18 @@ ANSWER = "one two three four five"
 
 @pytest.fixture(scope="module")
 def url(checkpoint: Path) -> Iterator[str]:
-    script = HERE / "scripted_server.py"
-    with ServerProcess(script, checkpoint, "--port", "0", "--api_key", "k1,k2", "--pause", "0.05") as server:
+    with ServerProcess(HERE / "scripted_server.py", checkpoint, "--port", "0", "--api_key", "k1,k2") as server:
         yield server.wait_for("ready (http://.*)")
+
+
+@pytest.fixture
+def held(checkpoint: Path) -> Iterator[ServerProcess]:
+    """A server whose replies do not end before a signal."""
+    flags = ("--port", "0", "--api_key", "k1,k2", "--hold")
+    with ServerProcess(HERE / "scripted_server.py", checkpoint, *flags) as server:
+        server.wait_for("(bound)")
+        server.send(signal.SIGUSR1)
+        yield server
 
 
 def chat(*args: str, text: str = "", key: str = "k2") -> subprocess.CompletedProcess[str]:
@@ -103,18 +112,19 @@ class Terminal:
         raise AssertionError(f"still running: {self.seen!r}")
 
 
-def test_on_a_terminal(url):
-    terminal = Terminal(url)
-    terminal.expect("> ")
-    terminal.send("hi\n")
-    reply = terminal.expect("tok/s)")
-    assert "\x1b[2mlet me count" in reply and "\x1b[0mone two" in reply
+def test_on_a_terminal(held):
+    terminal = Terminal(held.wait_for("ready (http://.*)"))
     terminal.expect("> ")
     # Ctrl-C during a reply stops the reply.
-    terminal.send("again\n")
+    terminal.send("hi\n")
     terminal.expect("\x1b[0mone ")
     terminal.send("\x03")
     terminal.expect("(stopped)")
+    terminal.expect("> ")
+    held.send(signal.SIGUSR1)
+    terminal.send("again\n")
+    reply = terminal.expect("tok/s)")
+    assert "\x1b[2mlet me count" in reply and "\x1b[0mone two" in reply
     terminal.expect("> ")
     # Ctrl-C at the prompt does nothing; a third message still works.
     terminal.send("\x03")
