@@ -13,8 +13,8 @@ TESTS ?= tests
 
 .PHONY: serve test lint clean
 
-serve: $(VENV)/.installed $(if $(filter $(TINY),$(MODEL)),$(TINY)/config.json)
-	$(BIN)/tfglm serve $(MODEL) --host $(HOST) --port $(PORT)
+serve: $(VENV)/.installed $(if $(filter-out $(TINY),$(MODEL)),,$(TINY)/config.json)
+	$(BIN)/tfglm serve "$(patsubst ~/%,$(HOME)/%,$(MODEL))" --host "$(HOST)" --port "$(PORT)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(TESTS)
@@ -27,16 +27,17 @@ lint: $(VENV)/.installed-dev
 $(TINY)/config.json: $(VENV)/.installed
 	$(BIN)/tfglm synth $(TINY) --preset tiny --seed 0 --force
 
-$(BIN)/python:
+# pip comes last into a virtual environment: one that was interrupted is made again.
+$(BIN)/pip:
 	@test -n "$(PYTHON)" || { echo "tfglm needs Python 3.11 or later with the venv module (Debian: apt install python3-venv);" \
 		"name one with PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	"$(PYTHON)" -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
