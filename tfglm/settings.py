@@ -25,11 +25,10 @@ def _setting(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] = (),
-    secret: bool = False,
     commands: tuple[str, ...] = ("serve",),
 ) -> Any:
     """commands: which of them take it as a flag."""
-    meta = {"reason": reason, "low": low, "high": high, "choices": choices, "secret": secret, "commands": commands}
+    meta = {"reason": reason, "low": low, "high": high, "choices": choices, "commands": commands}
     return field(default=default, metadata=meta)
 
 
@@ -44,7 +43,7 @@ class Settings:
 
     host: str = _setting("127.0.0.1", "address to listen on; loopback, so that nothing is public by accident")
     port: int = _setting(8888, "port to listen on; 0 takes a free one and prints it", low=0, high=65535)
-    api_key: str = _setting("", "comma-separated keys clients must send; empty asks for none", secret=True)
+    api_key: str = _setting("", "comma-separated keys clients must send; empty asks for none")
     served_name: str = _setting("", "model name in the API; empty takes the checkpoint folder's name")
     device: str = _setting("auto", "where the model runs; auto takes cuda when it can serve", choices=("auto", "cpu"))
     threads: int = _setting(0, "CPU threads of the forward pass; 0 takes one a core", low=0, high=1024)
@@ -189,10 +188,10 @@ def range_text(f: dataclasses.Field[Any]) -> str:
 
 
 def _parse(f: dataclasses.Field[Any], raw: object, source: str) -> Any:
-    meta, shown = f.metadata, "(not shown)" if f.metadata["secret"] else repr(raw)
+    meta = f.metadata
 
     def refuse() -> ConfigError:
-        return ConfigError(f"{source} is {shown}; it takes {range_text(f)} (default {f.default!r})")
+        return ConfigError(f"{source} is {raw!r}; it takes {range_text(f)} (default {f.default!r})")
 
     kind: Any = type(f.default)
     if kind is bool:
