@@ -72,8 +72,11 @@ class Settings:
     drafter: str = _setting(
         "auto",
         "model that guesses tokens ahead, which never changes a reply; auto takes the best one that is there",
-        choices=("auto", "mtp", "none"),
+        choices=("auto", "mtp", "dspark", "dflash2", "none"),
         commands=_BOTH,
+    )
+    drafter_path: str = _setting(
+        "", "folder of a dspark or dflash2 drafter: config.json and safetensors", commands=_BOTH
     )
     copy: bool = _setting(True, "also guess that a reply goes on as the prompt or the reply once did")
     draft_noise: float = _setting(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,13 @@ import pytest
 import torch
 from fake_model import FakeModel
 from harness import LIMIT, TOKENIZER, Receiver, ask, request, running
+from safetensors.torch import save_file
 
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.drafts.base import Ask, Draft, Drafter, Kept
+from tfglm.drafts.block_config import BlockConfig
+from tfglm.drafts.block_weights import expected_shapes
 from tfglm.drafts.choose import load_drafter, measured_costs
 from tfglm.drafts.costs import TEXT, Costs
 from tfglm.drafts.policy import Policy
@@ -243,6 +248,39 @@ def tokenizer(tiny: Checkpoint) -> Tokenizer:
     return Tokenizer.from_folder(tiny.path)
 
 
+def block_folder(folder: Path, kind: str, model: Glm53) -> Settings:
+    """A random block drafter of the model, on disk in its published form, and the settings that choose it."""
+    layers, hidden = 2, model.config.hidden_size
+    qwen = {
+        "vocab_size": model.config.vocab_size, "hidden_size": hidden, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": layers, "rms_norm_eps": 1e-5,
+        "layer_types": ["sliding_attention"] * layers, "sliding_window": 8, "rope_parameters": {"rope_theta": 1e4},
+    }  # fmt: skip
+    if kind == "dspark":
+        config: dict[str, Any] = {
+            "speculators_model_type": "dspark", "transformer_layer_config": qwen, "block_size": 5, "mask_token_id": 300,
+            "draft_vocab_size": model.config.vocab_size, "aux_hidden_state_layer_ids": [1, 4], "markov_rank": 8,
+            "markov_head_type": "rnn",
+        }  # fmt: skip
+    else:
+        inner = {
+            "block_size": 5,
+            "mask_token_id": 300,
+            "selector_rank": 8,
+            "selector_top_k": 64,
+            "target_layer_ids": [0, 3],
+        }
+        config = qwen | {"dflash_config": inner}
+    (folder / "config.json").write_text(json.dumps(config))
+    random_values = torch.Generator().manual_seed(5)
+    tensors = {
+        name: (torch.randn(shape, generator=random_values) * shape[-1] ** -0.5 + (len(shape) == 1)).bfloat16()
+        for name, shape in expected_shapes(BlockConfig.from_dict(config), 2).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return Settings(drafter=kind, drafter_path=str(folder))
+
+
 def real_requests(count: int) -> list[GenerationRequest]:
     """Prompts that repeat themselves now and then, so that copies have something to say."""
     found = []
@@ -288,17 +326,27 @@ def test_the_serial_replies_are_those_of_each_request_alone(
         assert real_outcomes(model, tokenizer, [real_requests(300)[number]], None, 1)[0] == [serial[number]]
 
 
-@pytest.mark.parametrize(("kind", "copy", "parallel"), [("mtp", False, 8), ("none", True, 3), ("mtp", True, 5)])
+@pytest.mark.parametrize(
+    ("kind", "copy", "parallel"), [("mtp", False, 8), ("mtp", True, 5), ("dspark", True, 8), ("dflash2", False, 4)]
+)
 def test_300_random_requests_drafted_are_serial(
-    kind: str, copy: bool, parallel: int, tiny: Checkpoint, model: Glm53, tokenizer: Tokenizer, serial: Outcomes
+    kind: str,
+    copy: bool,
+    parallel: int,
+    tiny: Checkpoint,
+    model: Glm53,
+    tokenizer: Tokenizer,
+    serial: Outcomes,
+    tmp_path: Path,
 ) -> None:
-    drafter = load_drafter(kind, tiny, model, Settings())
+    settings = Settings() if kind == "mtp" else block_folder(tmp_path, kind, model)
+    drafter = load_drafter(kind, tiny, model, settings)
     drafting = Drafting(Speculator(drafter, Policy(FREE), copy=copy, vocab_size=tokenizer.vocab_size))
     outcomes, engine = real_outcomes(model, tokenizer, real_requests(300), drafting, parallel)
     assert outcomes == serial
     counts = engine.snapshot().drafts
     assert sum(count.accepted for count in counts) > 50
-    assert {count.source for count in counts} >= ({"mtp"} if kind == "mtp" else set())
+    assert kind in {count.source for count in counts}
     assert not copy or any(count.source.startswith("copy") and count.accepted for count in counts)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SEED = 7
 SECONDS = 1800
-LONG_LINES = 400
+LONG_LINES = 180
 
 _CODE = """def total(prices, tax_rate):
     result = 0

@@ -13,12 +13,13 @@ from tfglm.drafts.block import BlockContext, BlockModel
 from tfglm.drafts.candidates import best_candidates
 from tfglm.models.taps import Passed, Taps
 from tfglm.ops.base import Ops
+from tfglm.ops.exl3_weights import Weight
 
 
 class BlockDrafter(ABC):
     """A block drafter over the target's own head [vocab, hidden]."""
 
-    def __init__(self, model: BlockModel, head: torch.Tensor, ops: Ops, candidates: int) -> None:
+    def __init__(self, model: BlockModel, head: Weight, ops: Ops, candidates: int) -> None:
         self.config = model.config
         self.name = model.config.kind
         self.most = model.config.drafts

@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import torch
 
+from tfglm.cache.sizes import FLOAT32
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.drafts.base import Ask, Drafter, Kept
+from tfglm.drafts.block import BlockModel
+from tfglm.drafts.block_weights import read_weights
 from tfglm.drafts.costs import PROMPT, Costs, enough, measure
+from tfglm.drafts.dflash2 import DFlash2Drafter
+from tfglm.drafts.dspark import DSparkDrafter
+from tfglm.drafts.kind import DFLASH2_LICENCE, block_config
 from tfglm.drafts.mtp import MtpDrafter
 from tfglm.drafts.policy import WINDOW_ROWS
 from tfglm.models.glm53 import Glm53
@@ -23,11 +31,21 @@ log = logging.getLogger(__name__)
 
 
 def load_drafter(kind: str, checkpoint: Checkpoint, model: Glm53, settings: Settings) -> Drafter | None:
-    """The drafter of a kind from `drafter_kind`, None for "none"."""
+    """The drafter of a kind from `drafter_kind`, None for "none". Says in the log what a drafter's licence forbids.
+    Raises CheckpointError for files that do not hold it."""
     if kind == "mtp":
         weights = load_mtp(model.weights, model.config, CheckpointSource(checkpoint))
         return MtpDrafter(Mtp(model, weights, settings.kv))
-    return None
+    if kind == "none":
+        return None
+    folder = Path(settings.drafter_path)
+    tensors, config = read_weights(folder, block_config(settings), model.config.num_hidden_layers)
+    dtype = torch.float32 if settings.kv == FLOAT32 else torch.bfloat16
+    backbone = BlockModel(config, tensors, model.weights.embed, model.ops, dtype)
+    if kind == "dspark":
+        return DSparkDrafter(backbone, model.weights.head, model.ops)
+    log.warning(DFLASH2_LICENCE)
+    return DFlash2Drafter(backbone, model.weights.head, model.ops)
 
 
 def measured_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -> Costs:

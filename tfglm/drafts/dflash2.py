@@ -11,15 +11,11 @@ import torch
 from tfglm.drafts.block import BlockModel, Tensors
 from tfglm.drafts.block_drafter import BlockDrafter, Scorer, table_rows
 from tfglm.ops.base import Ops
-
-LICENCE = (
-    "W_LICENCE: the published DFlash2 drafters are licensed CC BY-NC-ND 4.0: no commercial use, no distribution of "
-    "altered copies; --drafter mtp and dspark have other terms"
-)
+from tfglm.ops.exl3_weights import Weight
 
 
 class DFlash2Drafter(BlockDrafter):
-    def __init__(self, model: BlockModel, head: torch.Tensor, ops: Ops) -> None:
+    def __init__(self, model: BlockModel, head: Weight, ops: Ops) -> None:
         super().__init__(model, head, ops, model.config.selector_top_k)
 
     def scorer(self, hidden: torch.Tensor) -> DFlash2Scorer:

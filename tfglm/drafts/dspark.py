@@ -10,10 +10,11 @@ from tfglm.drafts.block_config import BlockConfig
 from tfglm.drafts.block_drafter import BlockDrafter, Scorer, sigmoid, table_rows
 from tfglm.drafts.candidates import CANDIDATES
 from tfglm.ops.base import Ops
+from tfglm.ops.exl3_weights import Weight
 
 
 class DSparkDrafter(BlockDrafter):
-    def __init__(self, model: BlockModel, head: torch.Tensor, ops: Ops) -> None:
+    def __init__(self, model: BlockModel, head: Weight, ops: Ops) -> None:
         super().__init__(model, head, ops, CANDIDATES)
         self._small = {
             name: tensor.float().numpy().astype(np.float64)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tfglm.cache.pages import PAGE
 from tfglm.cache.sizes import layer_bytes, trunk_bytes_per_token
-from tfglm.drafts.kind import cached_bytes_per_token, drafter_kind
+from tfglm.drafts.kind import block_drafter_bytes, cached_bytes_per_token, drafter_kind
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.memory.inventory import Inventory
 from tfglm.memory.weights import layout_of, weight_bytes
@@ -187,6 +187,7 @@ class _Planner:
         self._cut = settings.ranks if settings.cp else 1
         kind = drafter_kind(settings, config)
         self._mtp = kind == "mtp"
+        self._block_drafter = block_drafter_bytes(kind, settings)
         drafted = cached_bytes_per_token(kind, config, settings.kv)
         self.per_token = trunk_bytes_per_token(config, settings.kv) + drafted
         self.floor = round(settings.floor_gib * GIB)
@@ -225,7 +226,7 @@ class _Planner:
             experts=held.experts,
             dense=held.dense,
             vocabulary=held.vocabulary,
-            drafter=held.mtp if self._mtp else 0,
+            drafter=held.mtp if self._mtp else self._block_drafter,
             staging=_STAGED * held.largest,
             caches=pages * PAGE * self.per_token,
             buffers=self._buffers(),
