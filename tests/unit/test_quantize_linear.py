@@ -42,7 +42,8 @@ def sides(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def finish(w: torch.Tensor, h: torch.Tensor | None, *, own_su: bool = True) -> tuple[Quantised, Inputs]:
     su, sv = sides(w)
-    inputs = Inputs(su, h, feedback(None if h is None else scales.rotated_hessian(h, su), len(w)))
+    factor = Feedback(None, float(su.square().sum())) if h is None else feedback(scales.rotated_hessian(h, su))
+    inputs = Inputs(su, h, factor)
     return quantise(w, inputs, sv, SCALE, ENCODER, own_su=own_su), inputs
 
 
@@ -75,7 +76,7 @@ def test_few_rows_are_filled_up() -> None:
 
 def test_block_factor() -> None:
     h = correlated_hessian()
-    found = feedback(h, K)
+    found = feedback(h)
     assert found.lower is not None
     unit = found.lower.double().numpy()
     blocks = unit.reshape(K // 16, 16, K // 16, 16)
@@ -90,7 +91,7 @@ def test_block_factor() -> None:
 
 def test_singular_hessian_is_damped_until_it_factors() -> None:
     rank_one = torch.ones(32, 32)
-    assert torch.isfinite(feedback(rank_one, 32).lower).all()
+    assert torch.isfinite(feedback(rank_one).lower).all()
 
 
 def test_scales_and_rotations_invert() -> None:
@@ -126,7 +127,7 @@ def test_feedback_order_against_plain_loops() -> None:
     k, n = 384, 32
     w = normal(k, n)
     mix = normal(k, k, seed=1) / k**0.5 + torch.eye(k)
-    factor = feedback(mix @ mix.T, k)
+    factor = feedback(mix @ mix.T)
     assert factor.lower is not None
     lower = factor.lower.double().numpy()
     table = codebook_table("mcg").astype(np.float64)
@@ -143,26 +144,29 @@ def test_feedback_order_against_plain_loops() -> None:
     )
 
 
-def test_scale_search_finds_the_least_error() -> None:
+@pytest.mark.parametrize("step", [0.25, 2.0, 1e-3])
+def test_scale_search_finds_the_least_error(step: float) -> None:
+    """The best scale lies near, above or far below where the search starts."""
     tiles = normal(64, 256)
 
-    def decoded(x: torch.Tensor) -> torch.Tensor:  # 16 even steps up to +-2
-        return ((x.clamp(-1.999, 1.999) * 4).floor() + 0.5) / 4
+    def decoded(x: torch.Tensor) -> torch.Tensor:  # 16 even steps around zero
+        return ((x / step).clamp(-7.999, 7.999).floor() + 0.5) * step
 
     def error(g: float) -> float:
         return float((decoded(g * tiles) / g - tiles).square().mean())
 
-    best = min(np.arange(0.2, 2, 0.01), key=error)
-    found = scales.search_scale(tiles, 4, decoded)
+    best = min(np.geomspace(step / 10, step * 40, 800), key=error)
+    found = scales.search_scale(tiles, 4, 4.6 * step, decoded)
     assert error(found) < 1.02 * error(best)
 
 
 def test_sampled_tiles_hold_the_extremes() -> None:
     tiles = normal(24, 8, 256) * torch.linspace(1, 2, 192).reshape(24, 8, 1)
-    sample = scales.sample_tiles(tiles)
+    sample = scales.sample_tiles(tiles, 64)
     sizes, found = tiles.square().sum(-1).flatten().sort().values, sample.square().sum(-1)
-    assert len(sample) < 192
+    assert 48 <= len(sample) <= 64
     assert torch.isin(sizes[:8], found).all() and torch.isin(sizes[-8:], found).all()
+    assert torch.equal(scales.sample_tiles(tiles, 192), tiles.flatten(0, 1))
 
 
 def test_a_linear_is_stored_with_the_error_that_is_reported() -> None:
@@ -192,9 +196,10 @@ def test_feedback_and_refit_pay() -> None:
 
 
 def test_without_calibration_weights_are_kept_evenly() -> None:
-    q, _ = finish(weights(), None)
+    q, inputs = finish(weights(), None)
     assert q.noise == pytest.approx(NMSE[3], rel=0.1)
     assert q.proxy_error == pytest.approx(proxy(weights(), q, torch.eye(K)), rel=1e-3)
+    assert q.error == pytest.approx(NMSE[3] * expected_error(sides(weights())[1], inputs.feedback.spread), rel=0.1)
 
 
 def test_columns_and_rows_of_zeros() -> None:

@@ -7,6 +7,7 @@ and nothing else is read; gate's and up's lies in strips, read as the checkpoint
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,9 +15,11 @@ import torch
 from tfglm.errors import CheckpointError
 from tfglm.formats.exl3 import signs
 from tfglm.formats.exl3_code import BLOCK, MARKERS, TILE
-from tfglm.formats.exl3_tensors import Exl3Linear, check_marker
+from tfglm.formats.exl3_tensors import Exl3Linear, check_marker, find_linears
 from tfglm.ops.base import Experts, PlainExperts
 from tfglm.ops.exl3_weights import DOWN, GATE, PROJECTIONS, UP, Exl3Experts, Exl3Weight, buffer_for, plain
+
+_DTYPES = {torch.int16: "I16", torch.float16: "F16", torch.int32: "I32"}
 
 
 class Read(Protocol):
@@ -78,6 +81,23 @@ def read_experts(
             else:
                 experts.suh[projection, expert], experts.svh[projection, expert] = suh, svh[kept]
     return _with_shared_suh(experts)
+
+
+@dataclass(frozen=True)
+class _Header:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def experts_in_memory(tensors: Mapping[str, torch.Tensor], prefix: str, count: int) -> Exl3Experts:
+    """`read_experts` of tensors that are held already, by their checkpoint names."""
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")}
+    linears = find_linears({name: _Header(_DTYPES[t.dtype], tuple(t.shape)) for name, t in kept.items()})
+
+    def read(name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor:
+        return kept[name][rows or slice(None)][:, columns or slice(None)] if kept[name].dim() > 1 else kept[name]
+
+    return read_experts(read, linears, prefix, count)
 
 
 def plain_experts(experts: Experts) -> PlainExperts:

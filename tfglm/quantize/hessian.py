@@ -78,11 +78,9 @@ def damped(h: torch.Tensor) -> torch.Tensor | None:
     return raised
 
 
-def feedback(rotated: torch.Tensor | None, inputs: int) -> Feedback:
-    """Factor the damped H [k, k] of the rotated and scaled inputs; None gives a Feedback without calibration."""
-    if rotated is None:
-        return Feedback(None, float(inputs))
-    factor = _cholesky(rotated)
+def feedback(rotated: torch.Tensor) -> Feedback:
+    """Factor the damped H [k, k] of the rotated and scaled inputs."""
+    inputs, factor = len(rotated), _cholesky(rotated)
     blocks = factor.reshape(inputs // TILE, TILE, inputs // TILE, TILE).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     identity = torch.eye(TILE, device=factor.device).expand_as(blocks)
     inverse = torch.linalg.solve_triangular(blocks, identity, upper=False)

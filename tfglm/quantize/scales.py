@@ -5,7 +5,7 @@ Notation of formats/exl3.py: W [k, n] = diag(suh) . Hk . Wq . Hn . diag(svh).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -14,8 +14,9 @@ from tfglm.formats.hadamard import SCALE, signs_matrix
 
 # Error feedback widens the targets beyond the weights; the scale is searched on tiles widened likewise (by bits).
 _DRIFT = {1.0: 1.08, 1.5: 1.035, 2.0: 1.018, 2.5: 1.009, 3.0: 1.004}
-_COARSE = tuple(0.1 + 0.2 * i for i in range(10))
-_FINE_STEP = 0.075
+_STEP = 0.075
+# The finer the code, the more its range limits it and the smaller the weights should be: -2.5 % a bit.
+_SHRINK = 0.025
 _REFIT_ROUNDS = 2
 _REFIT_DAMPING = 1e-6
 
@@ -70,39 +71,46 @@ def _over(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 # ---- one factor for all tiles ---------------------------------------------------------------------------------------
-def sample_tiles(tiles: torch.Tensor) -> torch.Tensor:
-    """From [k/16, n/16, 256], the tiles on which the scale is searched: a wrapped diagonal three tiles wide, and those
-    with the largest and smallest weights."""
+def sample_tiles(tiles: torch.Tensor, count: int) -> torch.Tensor:
+    """About `count` of [k/16, n/16, 256]: three quarters along a wrapped diagonal, the rest with the largest and the
+    smallest weights; all if there are no more."""
     rows, columns, _ = tiles.shape
-    length = max(rows, columns)
-    along = torch.arange(length).repeat_interleave(3)
-    beside = torch.arange(3).repeat(length)
-    diagonal = (along % rows) * columns + (along + beside) % columns
     flat = tiles.reshape(rows * columns, -1)
-    extreme = flat.square().sum(dim=1).argsort().cpu()
-    count = max(8, length // 16)
-    chosen = torch.cat([diagonal, extreme[:count], extreme[-count:]]).unique()
+    if len(flat) <= count:
+        return flat
+    along = torch.linspace(0, rows * columns - 1, 3 * count // 4).long() // columns
+    diagonal = along * columns + (along + torch.arange(len(along))) % columns
+    by_size = flat.square().sum(dim=1).argsort().cpu()
+    extreme = count // 8
+    chosen = torch.cat([diagonal, by_size[:extreme], by_size[-extreme:]]).unique()
     return flat[chosen.to(flat.device)]
 
 
-def search_scale(tiles: torch.Tensor, bits: float, decoded: Callable[[torch.Tensor], torch.Tensor]) -> float:
+def search_scale(
+    tiles: torch.Tensor, bits: float, spread: float, decoded: Callable[[torch.Tensor], torch.Tensor]
+) -> float:
     """The factor g that leaves the least error of decoded(g * tiles) / g on sampled tiles [t, 256].
 
-    decoded: tiles -> the weights that the code has for them.
+    decoded: tiles -> the weights that the code has for them. spread: standard deviation of all its weights, about the
+    size that suits it.
     """
     widened = tiles * _DRIFT.get(bits, 1.0)
+    errors: dict[int, float] = {}
 
-    def error(g: float, some: torch.Tensor) -> float:
-        return float((decoded(g * some) / g - some).square().mean())
+    def error(step: int) -> float:
+        if step not in errors:
+            g = start * (1 + _STEP * step)
+            errors[step] = float((decoded(g * widened) / g - widened).square().mean())
+        return errors[step]
 
-    coarse = min(_COARSE, key=lambda g: error(g, widened[::3]))
-    grid = [g for g in (coarse + _FINE_STEP * i for i in range(-2, 3)) if g > 0]
-    errors = [error(g, widened) for g in grid]
-    best = errors.index(min(errors))
-    if not 0 < best < len(grid) - 1:
-        return grid[best]
-    below, at, above = errors[best - 1 : best + 2]
-    return grid[best] + _FINE_STEP * 0.5 * (below - above) / max(below - 2 * at + above, 1e-30)
+    start = spread / float(widened.square().mean().sqrt().clamp_min(1e-30)) * (1 - _SHRINK * bits)
+    best = min(range(-2, 3), key=error)
+    while error(best - 1) < error(best) and 1 + _STEP * (best - 2) > 0:
+        best -= 1
+    while error(best + 1) < error(best):
+        best += 1
+    below, at, above = error(best - 1), error(best), error(best + 1)
+    return start * (1 + _STEP * (best + 0.5 * (below - above) / max(below - 2 * at + above, 1e-30)))
 
 
 # ---- after the code has been chosen ---------------------------------------------------------------------------------
@@ -141,9 +149,3 @@ def from_tiles(tiles: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     rows, columns, _ = tiles.shape
     square = tiles[..., order].reshape(rows, columns, TILE, TILE).transpose(1, 2)
     return square.reshape(rows * TILE, columns * TILE)
-
-
-def concatenated_energy(parts: Iterable[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, int]:
-    """Row energies and columns of several matrices that are to share their input scales."""
-    energies, columns = zip(*parts, strict=True)
-    return torch.stack(energies).sum(dim=0), sum(columns)
