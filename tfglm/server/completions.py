@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,24 +9,16 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from tfglm.engine.api import Delta, Event, Failed, Finished, GenerationRequest, PromptLogprobs
-from tfglm.server.chat import FINGERPRINT, finished_or_error
 from tfglm.server.errors import invalid, unsupported
 from tfglm.server.generation import Generation
 from tfglm.server.intake import parse_object, prepare, read_body
+from tfglm.server.job import Job, finished_or_error, make_job
 from tfglm.server.jsontext import dump_bytes, kind_of
 from tfglm.server.logprobs import CompletionLogprobs
-from tfglm.server.sampling import (
-    check_min_tokens,
-    check_model,
-    check_supported,
-    reply_budget,
-    sampling_params,
-    stop_strings,
-    token_ids,
-)
+from tfglm.server.sampling import check_model, check_supported, reply_budget, token_ids
 from tfglm.server.schemas import CompletionBody, parse
 from tfglm.server.state import STATE, Served
-from tfglm.server.stream import DONE, failure, sse, stream_reply
+from tfglm.server.stream import failure, sse, stream_reply
 from tfglm.server.usage import TokenDigest, closing_fields, usage_block
 from tfglm.settings import Settings
 
@@ -36,16 +26,7 @@ if TYPE_CHECKING:
     from tfglm.engine.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class CompletionJob:
-    """A checked request. `echo` is the prompt as text when it is to be repeated in front of the reply."""
-
-    request: GenerationRequest
-    model: str
-    created: int
-    stream: bool
-    include_usage: bool
-    echo: str | None
+KIND = "text_completion"
 
 
 @dataclass(frozen=True)
@@ -59,8 +40,7 @@ class TextPiece:
 async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     served = state.require()
-    job = await prepare(await read_body(request), partial(_prepare, served, state.settings))
-    reply = CompletionReply(served.tokenizer, job)
+    job, reply = await prepare(await read_body(request), partial(_prepare, served, state.settings))
     with Generation(state, served, job.request) as generation:
         if job.stream:
             encoder = CompletionStream(job, reply)
@@ -72,48 +52,33 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return _whole(job, reply, pieces)
 
 
-def _prepare(served: Served, settings: Settings, raw: bytes) -> CompletionJob:
+def _prepare(served: Served, settings: Settings, raw: bytes) -> tuple[Job, CompletionReply]:
     body = parse(CompletionBody, parse_object(raw))
-    info, tokenizer = served.info, served.tokenizer
-    check_model(body.model, info)
+    tokenizer = served.tokenizer
+    check_model(body.model, served.info)
     check_supported(body)
     if body.best_of not in (None, 1):
         raise unsupported("best_of", f"best_of is {body.best_of}; this server makes one reply a request")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "max_tokens is 0; without echo there would be nothing to send")
-    stop = stop_strings(body.stop)
-    stop_ids = token_ids(body.stop_token_ids or (), tokenizer.vocab_size, "stop_token_ids")
-    sampling = sampling_params(body, info.defaults, tokenizer.vocab_size)
     text, ids = _prompt(body.prompt, tokenizer)
-    max_tokens = reply_budget(body.max_tokens, len(ids), info.context, settings.max_tokens, "prompt")
+    max_tokens = reply_budget(body.max_tokens, len(ids), served.info.context, settings.max_tokens, "prompt")
     # A reply of no tokens exists for the sake of its prompt's log-probabilities; the engine knows it by them.
     prompt_logprobs = (body.logprobs or 0) if body.echo and (body.logprobs is not None or max_tokens == 0) else None
-    request = GenerationRequest(
-        id=f"cmpl-{uuid.uuid4().hex}",
-        prompt=ids,
-        sampling=sampling,
-        max_tokens=max_tokens,
-        min_tokens=check_min_tokens(body.min_tokens, max_tokens),
-        stop=stop,
-        stop_token_ids=stop_ids,
-        include_stop_in_output=bool(body.include_stop_str_in_output),
-        ignore_eos=bool(body.ignore_eos),
+    job = make_job(
+        served,
+        body,
+        "cmpl",
+        ids,
+        max_tokens,
         split_reasoning=False,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
-        draft=body.draft is not False,
     )
-    echo = None
+    echo = ""
     if body.echo:
         echo = tokenizer.decode(ids) if text is None else text
-    return CompletionJob(
-        request=request,
-        model=info.name,
-        created=int(time.time()),
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        echo=echo,
-    )
+    return job, CompletionReply(tokenizer, job.request, echo)
 
 
 def _prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
@@ -134,21 +99,22 @@ def _prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
 
 
 class CompletionReply:
-    """Engine events in, pieces of text out; `end` is set by the last event."""
+    """Engine events in, pieces of text out; `end` is set by the last event. echo: the prompt as text when it is to be
+    repeated in front of the reply."""
 
-    def __init__(self, tokenizer: Tokenizer, job: CompletionJob) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: GenerationRequest, echo: str) -> None:
         self.digest = TokenDigest()
         self.end: Finished | Failed | None = None
-        self._job, self._tokenizer = job, tokenizer
-        self._logprobs = CompletionLogprobs(tokenizer) if job.request.logprobs is not None else None
+        self._tokenizer, self._prompt, self._echo = tokenizer, request.prompt, echo
+        self._logprobs = CompletionLogprobs(tokenizer) if request.logprobs is not None else None
 
     def opening(self) -> TextPiece:
         """What is known at admission: the echoed prompt, or nothing."""
-        return TextPiece(self._job.echo or "", None)
+        return TextPiece(self._echo, None)
 
     def feed(self, event: Event) -> list[TextPiece]:
         if isinstance(event, PromptLogprobs) and self._logprobs:
-            self._logprobs.add(self._job.request.prompt, event.entries)
+            self._logprobs.add(self._prompt, event.entries)
         elif isinstance(event, Delta):
             self.digest.add(event.token_ids)
             if self._logprobs:
@@ -171,9 +137,9 @@ class CompletionReply:
 class CompletionStream:
     """text_completion events."""
 
-    def __init__(self, job: CompletionJob, reply: CompletionReply) -> None:
+    def __init__(self, job: Job, reply: CompletionReply) -> None:
         self._job, self._reply = job, reply
-        self._usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
+        self._head = {**job.header(KIND), **({"usage": None} if job.include_usage else {})}
 
     def opening(self) -> bytes:
         return self._chunk(self._reply.opening())
@@ -184,23 +150,14 @@ class CompletionStream:
         if isinstance(end, Failed):
             return data + failure(end)
         if isinstance(end, Finished):
-            return data + self._closing(end)
+            return data + self._job.closing(KIND, _choice(TextPiece("", None), end), end, self._reply.digest)
         return data
 
     def _chunk(self, piece: TextPiece) -> bytes:
-        return sse({**_header(self._job), "choices": [_choice(piece)], **self._usage})
-
-    def _closing(self, end: Finished) -> bytes:
-        if end.reason == "cancelled":
-            return failure(Failed("cancelled", "the reply was cancelled"))
-        choices = [_choice(TextPiece("", None), end)]
-        last = {**_header(self._job), "choices": choices, **self._usage, **closing_fields(end, self._reply.digest)}
-        if not self._job.include_usage:
-            return sse(last) + DONE
-        return sse(last) + sse({**_header(self._job), "choices": [], "usage": usage_block(end.usage)}) + DONE
+        return sse({**self._head, "choices": [_choice(piece)]})
 
 
-def _whole(job: CompletionJob, reply: CompletionReply, pieces: list[TextPiece]) -> web.Response:
+def _whole(job: Job, reply: CompletionReply, pieces: list[TextPiece]) -> web.Response:
     finished = finished_or_error(reply.end)
     logprobs: dict[str, Any] | None = None
     for piece in pieces:
@@ -210,7 +167,7 @@ def _whole(job: CompletionJob, reply: CompletionReply, pieces: list[TextPiece]) 
             for name, values in piece.logprobs.items():
                 logprobs[name] += values
     payload = {
-        **_header(job),
+        **job.header(KIND),
         "choices": [_choice(TextPiece("".join(piece.text for piece in pieces), logprobs), finished)],
         "usage": usage_block(finished.usage),
         **closing_fields(finished, reply.digest),
@@ -225,14 +182,4 @@ def _choice(piece: TextPiece, end: Finished | None = None) -> dict[str, Any]:
         "logprobs": piece.logprobs,
         "finish_reason": end.reason if end else None,
         "stop_reason": end.stop_reason if end else None,
-    }
-
-
-def _header(job: CompletionJob) -> dict[str, Any]:
-    return {
-        "id": job.request.id,
-        "object": "text_completion",
-        "created": job.created,
-        "model": job.model,
-        "system_fingerprint": FINGERPRINT,
     }
