@@ -73,19 +73,19 @@ def test_states_close_to_a_ring_and_do_not_depend_on_the_workspace(bits: int) ->
 
 @pytest.mark.parametrize(
     ("bits", "codebook", "error"),
-    [(2, "mcg", 0.0687), (3, "mcg", 0.01722), (4, "mcg", 0.00436), (5, "mcg", 0.001164), (3, "mul1", 0.01738)],
+    [(2, "mcg", 0.0686), (3, "mcg", 0.01739), (4, "mcg", 0.00455), (5, "mcg", 0.001194), (3, "mul1", 0.01752)],
 )
 def test_error_on_gaussian_tiles(bits: int, codebook: str, error: float) -> None:
-    """Best of three input scales, as the published figures; those are of 6 tiles, +-2 %."""
+    """Within 2 % of the exhaustive CPU search's error over 160 tiles (best input scale, fp16 and fp32 costs alike)."""
     table = exl3_math.table(codebook)
     noise = torch.randn(528, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(7)).double()
     measured = []
-    for scale in (0.95, 0.98, 1.0):
+    for scale in (0.85, 0.9, 0.95, 1.0):
         tiles = noise * scale * table.std()
         states = exl3_cuda.encode_tiles(tiles.float(), bits, codebook)
         decoded = table[states.to(torch.int64)]
         measured.append((((decoded - tiles) ** 2).sum() / (tiles**2).sum()).item())
-    assert min(measured) <= error * 1.03
+    assert min(measured) == pytest.approx(error, rel=0.02)
 
 
 def test_width_without_a_kernel_is_refused() -> None:

@@ -106,6 +106,8 @@ def test_check_fails_on_spills_that_the_header_forbids(
     (kernels / "crowded.cu").write_text("//! no-spills\n" + body)
     assert nvrtc.check(("sm_90",)) == 1
     assert "crowded spills" in capsys.readouterr().out
+    (kernels / "crowded.cu").write_text("//! spills 4000\n" + body)
+    assert nvrtc.check(("sm_90",)) == 0
     (kernels / "crowded.cu").write_text("//! limit sm_90: registers 16\n" + body)
     assert nvrtc.check(("sm_90",)) == 1
     assert nvrtc.check(("sm_89",)) == 0

@@ -102,20 +102,23 @@ template <int K2> struct TileWords {
     }
 };
 
-// This lane's 8 weights as the A fragment of the transposed tile (m = 16 output columns, k = 16 inputs). The pairs lie in
-// the tile as: columns 0-7 with inputs 0-7, then 8-15; columns 8-15 likewise.
+// Register `i` of this lane's 8 weights as the A fragment of the transposed tile (m = 16 output columns, k = 16 inputs).
+// The pairs of positions lie in the tile as: columns 0-7 with inputs 0-7, then 8-15; columns 8-15 likewise.
 template <int K2, int CB>
-__device__ __forceinline__ void decode_tile(u32 (&a)[4], const LaneCursors<K2>& at, const TileWords<K2>& words) {
+__device__ __forceinline__ u32 decode_register(int i, const LaneCursors<K2>& at, const TileWords<K2>& words) {
     constexpr int PER = Trellis<K2>::PER_GROUP, G1 = 2 / PER, G2 = 4 / PER, G3 = 6 / PER;
-    a[0] = weight_pair<K2, CB, 0>(words.first[0], words.second[0], at.group[0].shift);
-    a[2] = weight_pair<K2, CB, 1>(words.first[G1], words.second[G1], at.group[G1].shift);
-    a[1] = weight_pair<K2, CB, 2>(words.first[G2], words.second[G2], at.group[G2].shift);
-    a[3] = weight_pair<K2, CB, 3>(words.first[G3], words.second[G3], at.group[G3].shift);
+    switch (i) {
+        case 0: return weight_pair<K2, CB, 0>(words.first[0], words.second[0], at.group[0].shift);
+        case 2: return weight_pair<K2, CB, 1>(words.first[G1], words.second[G1], at.group[G1].shift);
+        case 1: return weight_pair<K2, CB, 2>(words.first[G2], words.second[G2], at.group[G2].shift);
+        default: return weight_pair<K2, CB, 3>(words.first[G3], words.second[G3], at.group[G3].shift);
+    }
 }
 
 template <int K2, int CB, class Read>
 __device__ __forceinline__ void decode_tile(u32 (&a)[4], const LaneCursors<K2>& at, Read read) {
     TileWords<K2> words;
     words.load(at, read);
-    decode_tile<K2, CB>(a, at, words);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = decode_register<K2, CB>(i, at, words);
 }

@@ -17,10 +17,11 @@
 //     else:         from `node` over positions 255..0, writes the states u16 [tiles, 256]
 //
 // Limits: 2 to 5 bits; other widths are searched on the CPU. Shared memory: 64 KiB at 2 bits.
-//! variant: CODEBOOK=0
 //! variant: CODEBOOK=1
+//! variant: CODEBOOK=0
 //! variant: CODEBOOK=2
 // ptxas spills up to ten registers once a step: 6 of some 350 instructions; fewer live registers cost more.
+//! spills 40
 //! limit all: registers 128
 #include "exl3_decode.cuh"
 
@@ -70,7 +71,7 @@ template <int BITS>
 __device__ __forceinline__ void walk(const u16* x, const u16* start, u32* history, u16* end) {
     using S = Search<BITS>;
     extern __shared__ __align__(16) u16 cost[];  // [2][NODES]
-    __shared__ u32 target[POSITIONS], best_of_warp[32];
+    __shared__ u32 target[POSITIONS], best_of_warp[THREADS / 32];
     const int thread = threadIdx.x, tile = blockIdx.x;
 
     if (thread < POSITIONS) target[thread] = x[i64(tile) * POSITIONS + thread] * 0x10001u;
@@ -151,7 +152,7 @@ __device__ __forceinline__ void walk(const u16* x, const u16* start, u32* histor
     if (thread % 32 == 0) best_of_warp[thread / 32] = best;
     __syncthreads();
     if (thread < 32) {
-        best = __reduce_min_sync(FULL, best_of_warp[thread]);
+        best = __reduce_min_sync(FULL, best_of_warp[thread % (THREADS / 32)]);
         const u32 rank = best & 0xFFFF;
         if (thread == 0) end[tile] = (rank & 63) << 10 | reverse5(rank >> 11) << 5 | reverse5(rank >> 6 & 31);
     }

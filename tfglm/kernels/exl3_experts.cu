@@ -17,8 +17,8 @@
 //
 // Limits: 16 rows, 256 picks, 1024 experts, matrix sizes multiples of 128. Widths: 2, 3, 4 bits (WIDTHS=0) or all (1).
 // GB10: bound by memory; 4 stages of 0.5 to 1 KiB a warp keep enough bytes in flight. H200: bound by decode instructions.
-//! variant: CODEBOOK=0 WIDTHS=0
 //! variant: CODEBOOK=1 WIDTHS=0
+//! variant: CODEBOOK=0 WIDTHS=0
 //! variant: CODEBOOK=2 WIDTHS=0
 //! variant: CODEBOOK=1 WIDTHS=1
 //! variant: CODEBOOK=2 WIDTHS=1
@@ -43,7 +43,7 @@
 #endif
 
 constexpr int MEMBERS = 16, MAX_PICKS = 256;
-constexpr int STRIDE = BLOCK + 4;  // floats between members' sums in shared memory: no bank conflicts
+// Sums of four warps in shared memory: 8 members x (128 + 4 columns) floats each, or 16 x (64 + 4).
 
 // One distinct expert of the window and the picks (row * slots + slot) that name it.
 struct Listed {
@@ -128,9 +128,10 @@ extern "C" __global__ void __launch_bounds__(256) experts_start(
 // sum[tile][group] += weights of TILES column tiles x `steps` tile rows, times the members of GROUPS groups of 8.
 //   words: this strip's first tile; pitch: bytes between tile rows
 //   x: per group this lane's place in its member's row (fragment order), null where the group has no such member
+//   wait: the rows come from the kernel before; the first words are under way before it is waited for
 template <int K2, int GROUPS>
 __device__ __forceinline__ void multiply(float (&sum)[8 / GROUPS][GROUPS][4], const u8* words, int pitch, int steps,
-                                         const u16* const (&x)[GROUPS], u8* ring) {
+                                         const u16* const (&x)[GROUPS], u8* ring, bool wait) {
     constexpr int TILES = 8 / GROUPS, TILE_BYTES = 16 * K2, STAGE = TILES * TILE_BYTES, CHUNKS = STAGE / 16;
     const int lane = threadIdx.x % 32;
     const LaneCursors<K2> at(lane);
@@ -147,6 +148,7 @@ __device__ __forceinline__ void multiply(float (&sum)[8 / GROUPS][GROUPS][4], co
         if (s < steps) fetch(s);
         cp_async_commit();
     }
+    if (wait) wait_for_predecessor();
     uint2 next[GROUPS];
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) next[g] = x[g] ? *reinterpret_cast<const uint2*>(x[g]) : uint2{};
@@ -179,21 +181,21 @@ __device__ __forceinline__ void multiply(float (&sum)[8 / GROUPS][GROUPS][4], co
 
 template <int GROUPS>
 __device__ __forceinline__ void multiply_width(int k2, float (&sum)[8 / GROUPS][GROUPS][4], const u8* words, int pitch,
-                                               int steps, const u16* const (&x)[GROUPS], u8* ring) {
+                                               int steps, const u16* const (&x)[GROUPS], u8* ring, bool wait) {
     switch (k2) {
-        case 4: return multiply<4, GROUPS>(sum, words, pitch, steps, x, ring);
-        case 6: return multiply<6, GROUPS>(sum, words, pitch, steps, x, ring);
-        case 8: return multiply<8, GROUPS>(sum, words, pitch, steps, x, ring);
+        case 4: return multiply<4, GROUPS>(sum, words, pitch, steps, x, ring, wait);
+        case 6: return multiply<6, GROUPS>(sum, words, pitch, steps, x, ring, wait);
+        case 8: return multiply<8, GROUPS>(sum, words, pitch, steps, x, ring, wait);
 #if WIDTHS
-        case 2: return multiply<2, GROUPS>(sum, words, pitch, steps, x, ring);
-        case 10: return multiply<10, GROUPS>(sum, words, pitch, steps, x, ring);
-        case 12: return multiply<12, GROUPS>(sum, words, pitch, steps, x, ring);
-        case 14: return multiply<14, GROUPS>(sum, words, pitch, steps, x, ring);
-        case 16: return multiply<16, GROUPS>(sum, words, pitch, steps, x, ring);
+        case 2: return multiply<2, GROUPS>(sum, words, pitch, steps, x, ring, wait);
+        case 10: return multiply<10, GROUPS>(sum, words, pitch, steps, x, ring, wait);
+        case 12: return multiply<12, GROUPS>(sum, words, pitch, steps, x, ring, wait);
+        case 14: return multiply<14, GROUPS>(sum, words, pitch, steps, x, ring, wait);
+        case 16: return multiply<16, GROUPS>(sum, words, pitch, steps, x, ring, wait);
 #if CODEBOOK == 2
-        case 3: return multiply<3, GROUPS>(sum, words, pitch, steps, x, ring);
-        case 5: return multiply<5, GROUPS>(sum, words, pitch, steps, x, ring);
-        case 7: return multiply<7, GROUPS>(sum, words, pitch, steps, x, ring);
+        case 3: return multiply<3, GROUPS>(sum, words, pitch, steps, x, ring, wait);
+        case 5: return multiply<5, GROUPS>(sum, words, pitch, steps, x, ring, wait);
+        case 7: return multiply<7, GROUPS>(sum, words, pitch, steps, x, ring, wait);
 #endif
 #endif
     }
@@ -205,10 +207,9 @@ struct Share {
     int k2, columns, column, first_row, rows;
 };
 
-// The sums of all warps over `share` in order, left in shared memory as total[member][STRIDE]; `row_of(member)` is the
-// member's fp16 row. Shared memory: max(WARPS * STAGES * 128 * k2, min(WARPS, 4) * MEMBERS_A_PASS * STRIDE * 4) bytes.
+// The sums of all warps over `share`, in order: done(member, column, sum). row_of(member): the member's fp16 row. Shared memory: max(WARPS * STAGES * 128 * k2, 17408) bytes.
 template <int WARPS, int GROUPS, class RowOf, class Done>
-__device__ __forceinline__ void block_sums(const Share& share, int count, u8* memory, RowOf row_of, Done done) {
+__device__ __forceinline__ void block_sums(const Share& share, int count, u8* memory, bool wait, RowOf row_of, Done done) {
     constexpr int TILES = 8 / GROUPS, COLUMNS = TILES * 16, KEPT = WARPS < 4 ? WARPS : 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int steps = share.rows / WARPS, first = share.first_row + warp * steps;
@@ -225,7 +226,7 @@ __device__ __forceinline__ void block_sums(const Share& share, int count, u8* me
     for (int pass = 0; pass < GROUPS; ++pass) {
         float sum[TILES][GROUPS][4] = {};
         multiply_width<GROUPS>(share.k2, sum, share.trellis + i64(first) * pitch + (share.column / 16 + pass * TILES) * tile_bytes,
-                               pitch, steps, x, ring);
+                               pitch, steps, x, ring, wait);
         // A warp's place for its sums: [member][column of this pass].
         const auto place = [&](int w, int member, int column) -> float& {
             return sums[(w * 8 * GROUPS + member) * (COLUMNS + 4) + column];
@@ -305,8 +306,8 @@ __device__ __forceinline__ void gate_up(const u64* trellis, const int* k2, const
         return z + ((i64(entry.pick[m]) * 2 + which) * parts + p) * width + block * BLOCK;
     };
     const auto store = [&](int m, int column, float sum) { part_of(m, matrix, part)[column] = sum; };
-    if (GROUPS == 1 || count <= 8) block_sums<GATE_UP_WARPS, 1>(share, count, memory, row_of, store);
-    else block_sums<GATE_UP_WARPS, GROUPS>(share, count, memory, row_of, store);
+    if (GROUPS == 1 || count <= 8) block_sums<GATE_UP_WARPS, 1>(share, count, memory, false, row_of, store);
+    else block_sums<GATE_UP_WARPS, GROUPS>(share, count, memory, false, row_of, store);
 
     if (!last_to_arrive(counters + blockIdx.y * (width / BLOCK) + block, 2 * parts)) return;
     const int lane = threadIdx.x % 32, column = block * BLOCK + lane * 4;
@@ -335,7 +336,7 @@ __device__ __forceinline__ void down(const u64* trellis, const int* k2, const u1
                                      int hidden, int width) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ float total[(GROUPS == 1 ? 8 : MEMBERS)][BLOCK];
-    wait_for_predecessor();
+    // The list comes from two kernels back, which has ended: gate_up waited for it before it let this one start.
     if (blockIdx.y >= *distinct) return;
     const Listed& entry = listed[blockIdx.y];
     const int expert = entry.expert, count = entry.count, block = blockIdx.x;
@@ -343,8 +344,8 @@ __device__ __forceinline__ void down(const u64* trellis, const int* k2, const u1
                          hidden, block * BLOCK, 0, width / 16};
     const auto row_of = [&](int m) { return h + i64(entry.pick[m]) * width; };
     const auto store = [&](int m, int column, float sum) { total[m][column] = sum; };
-    if (GROUPS == 1 || count <= 8) block_sums<DOWN_WARPS, 1>(share, count, memory, row_of, store);
-    else block_sums<DOWN_WARPS, GROUPS>(share, count, memory, row_of, store);
+    if (GROUPS == 1 || count <= 8) block_sums<DOWN_WARPS, 1>(share, count, memory, true, row_of, store);
+    else block_sums<DOWN_WARPS, GROUPS>(share, count, memory, true, row_of, store);
 
     const int lane = threadIdx.x % 32, column = block * BLOCK + lane * 4;
     for (int m = threadIdx.x / 32; m < count; m += DOWN_WARPS) {
@@ -381,20 +382,21 @@ __device__ __forceinline__ void down(const u64* trellis, const int* k2, const u1
     }
 }
 
-#define EXPERT_KERNELS(NAME, GROUPS)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(GATE_UP_WARPS * 32, GATE_UP_BLOCKS) experts_gate_up_##NAME(            \
+// FEWER: blocks fewer on a multiprocessor, for the registers of a second group of members or of wide tiles.
+#define EXPERT_KERNELS(NAME, GROUPS, FEWER)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(GATE_UP_WARPS * 32, GATE_UP_BLOCKS - (FEWER)) experts_gate_up_##NAME(            \
         const u64* trellis, const int* k2, const u16* rotated, int one_row, const u16* svh, const u16* down_suh,       \
         const Listed* listed, const int* distinct, float* z, u16* h, int* counters, int slots, int experts,            \
         int hidden, int width, int parts) {                                                                            \
         gate_up<GROUPS>(trellis, k2, rotated, one_row, svh, down_suh, listed, distinct, z, h, counters, slots,         \
                         experts, hidden, width, parts);                                                                \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, DOWN_BLOCKS) experts_down_##NAME(                     \
+    extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, DOWN_BLOCKS - (FEWER)) experts_down_##NAME(                     \
         const u64* trellis, const int* k2, const u16* h, const u16* svh, const Listed* listed, const int* distinct,    \
         const int* picks, const float* weight, const float* shared, const int* valid, float* y, float* out,            \
         int* counters, int slots, int experts, int hidden, int width) {                                                \
         down<GROUPS>(trellis, k2, h, svh, listed, distinct, picks, weight, shared, valid, y, out, counters, slots,     \
                      experts, hidden, width);                                                                          \
     }
-EXPERT_KERNELS(8, 1)
-EXPERT_KERNELS(16, 2)
+EXPERT_KERNELS(8, 1, WIDTHS)
+EXPERT_KERNELS(16, 2, 1 + WIDTHS)

@@ -11,18 +11,18 @@
 //   prompt_swiglu   between them
 //   prompt_combine  adds the slots of a row in slot order
 //
-// A warp owns 16 columns in each of two strips (gate and up, or two column blocks). For every 16 inputs it decodes its
-// two tiles to mma A fragments in registers and multiplies them with all rows of the item, which come through shared
-// memory (cp.async ring, XOR swizzle, ldmatrix). One fp32 chain over all inputs: a row's bits depend on nothing else.
+// A block has two strips of 128 columns (gate and up, or two column blocks); a warp owns 16 columns of one strip. For
+// every 16 inputs it decodes its tile to an mma A fragment in registers and multiplies it with all rows of the item, which
+// come through shared memory (cp.async ring, XOR swizzle, ldmatrix). One fp32 chain over all inputs: a row's bits depend on nothing else.
 // A weight is decoded once an item, so an item should hold an expert's whole share of the chunk.
 //
 // Limits: matrix sizes multiples of 128, 32768 picks, 1024 experts. Widths: 2, 3, 4 bits (WIDTHS=0) or all (1).
-//! variant: CODEBOOK=0 WIDTHS=0
 //! variant: CODEBOOK=1 WIDTHS=0
+//! variant: CODEBOOK=0 WIDTHS=0
 //! variant: CODEBOOK=2 WIDTHS=0
 //! variant: CODEBOOK=1 WIDTHS=1
 //! variant: CODEBOOK=2 WIDTHS=1
-//! no-spills
+//! spills 16
 #include "exl3_decode.cuh"
 #include "exl3_rotate.cuh"
 
@@ -36,11 +36,14 @@
 #define RESIDENT 1
 #endif
 
-constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr int WARPS = 16, THREADS = WARPS * 32;      // of the multiplying kernels
+constexpr int SMALL_WARPS = 8, SMALL = SMALL_WARPS * 32;  // of the others
 constexpr int STEP = 64, STEP_TILES = STEP / 16;  // inputs a stage of the ring
-constexpr int PAIRS = ROWS / 16;                  // 16 rows are multiplied or skipped together
 constexpr int ROW_BYTES = STEP * 2;
-constexpr int OUT_ROWS = 32, OUT_STRIDE = BLOCK + 4;  // results pass through shared memory 32 rows at a time
+constexpr int ROW_PIECES = ROWS * ROW_BYTES / 16 / THREADS;  // 16-byte pieces of a stage's rows that a thread copies
+constexpr int OUT_ROWS = 64;                      // results pass through shared memory 64 rows at a time
+constexpr int LANES = 8;                          // lanes that share a block of a result row there
+constexpr int RUNS = 32 / LANES;                  // runs of 4 columns a lane holds of it
 
 struct Item {
     int expert, first, count, pad;  // picks first .. first + count - 1 of the expert's list
@@ -49,11 +52,11 @@ struct Item {
 // ----------------------------------------------------------------------------------------------------------------------
 
 __device__ void cut_items(const int* counts, int experts, Item* items, int* item_count) {
-    __shared__ int warp_total[WARPS], base;
+    __shared__ int warp_total[SMALL_WARPS], base;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     if (thread == 0) base = 0;
     __syncthreads();
-    for (int first = 0; first < experts; first += THREADS) {
+    for (int first = 0; first < experts; first += SMALL) {
         const int expert = first + thread;
         const int count = expert < experts ? *const_cast<const volatile int*>(counts + expert) : 0;
         const int parts = (count + ROWS - 1) / ROWS;
@@ -71,7 +74,7 @@ __device__ void cut_items(const int* counts, int experts, Item* items, int* item
             for (int from = 0; from < count; from += most) items[place++] = {expert, from, min(most, count - from), 0};
         }
         __syncthreads();
-        if (thread == THREADS - 1) base = place;
+        if (thread == SMALL - 1) base = place;
         __syncthreads();
     }
     if (thread == 0) *item_count = base;
@@ -79,15 +82,15 @@ __device__ void cut_items(const int* counts, int experts, Item* items, int* item
 
 __device__ void collect(const int* picks, int total, int rows, int experts, int* members, int* counts, Item* items,
                         int* item_count, int* arrivals) {
-    __shared__ int warp_count[WARPS], arrived;
+    __shared__ int warp_count[SMALL_WARPS], arrived;
     const int expert = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int share = (total + WARPS * 32 - 1) / (WARPS * 32) * 32, first = warp * share, last = min(total, first + share);
+    const int share = (total + SMALL_WARPS * 32 - 1) / (SMALL_WARPS * 32) * 32, first = warp * share, last = min(total, first + share);
     int count = 0;
     for (int i = first; i < last; i += 32) count += __popc(__ballot_sync(FULL, i + lane < last && picks[i + lane] == expert));
     if (lane == 0) warp_count[warp] = count;
     __syncthreads();
     int place = 0, all = 0;
-    for (int w = 0; w < WARPS; ++w) {
+    for (int w = 0; w < SMALL_WARPS; ++w) {
         if (w < warp) place += warp_count[w];
         all += warp_count[w];
     }
@@ -118,12 +121,12 @@ __device__ void rotate_block(const u16* from, const u16* scale, u16* to, int lan
 }
 
 // grid = experts + rotation warps / 8, block = 256. suh: the layer's one input scale [hidden]; null: only collect.
-extern "C" __global__ void __launch_bounds__(THREADS) prompt_start(
+extern "C" __global__ void __launch_bounds__(SMALL) prompt_start(
     const u16* x, const int* picks, const u16* suh, u16* rotated, int* members, int* counts, Item* items, int* item_count,
     int* arrivals, int rows, int slots, int experts, int hidden) {
     if (blockIdx.x < experts)
         return collect(picks, rows * slots, rows, experts, members, counts, items, item_count, arrivals);
-    const i64 item = i64(blockIdx.x - experts) * WARPS + threadIdx.x / 32;
+    const i64 item = i64(blockIdx.x - experts) * SMALL_WARPS + threadIdx.x / 32;
     const int column = item % (hidden / BLOCK) * BLOCK;
     const i64 row = item / (hidden / BLOCK);
     if (suh && row < rows)
@@ -132,9 +135,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) prompt_start(
 
 // A row for each pick -> rotated [picks, hidden], with its expert's own scale, suh [experts, hidden] and pitch = hidden,
 // or one scale, suh [hidden] and pitch = 0. grid = warps / 8.
-extern "C" __global__ void __launch_bounds__(THREADS) prompt_rotate(
+extern "C" __global__ void __launch_bounds__(SMALL) prompt_rotate(
     const u16* x, const int* picks, const u16* suh, u16* rotated, int pitch, int total, int slots, int experts, int hidden) {
-    const i64 item = i64(blockIdx.x) * WARPS + threadIdx.x / 32, pick = item / (hidden / BLOCK);
+    const i64 item = i64(blockIdx.x) * SMALL_WARPS + threadIdx.x / 32, pick = item / (hidden / BLOCK);
     const int column = item % (hidden / BLOCK) * BLOCK;
     if (pick >= total || u32(picks[pick]) >= experts) return;
     rotate_block(x + pick / slots * hidden + column, suh + i64(picks[pick]) * pitch + column,
@@ -142,6 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) prompt_rotate(
 }
 
 // ----------------------------------------------------------------------------------------------------------------------
+
+using RowPieces = int[ROW_PIECES];
 
 // Two strips of 128 columns, each `inputs` deep.
 struct Strips {
@@ -151,15 +156,18 @@ struct Strips {
 
 template <int K2> constexpr int stage_bytes() { return ROWS * ROW_BYTES + 2 * STEP_TILES * 8 * 16 * K2; }
 
-// sum[strip][8 rows][..] += the warp's 16 columns of both strips, times the item's rows.
-//   row_at[i]: this thread's i-th 16-byte piece of the first stage's rows, an offset in `rows`; < 0: none
-template <int K2>
-__device__ __forceinline__ void multiply(float (&sum)[2][ROWS / 8][4], const Strips& strips, int inputs, const u16* rows,
-                                         const int (&row_at)[ROWS * ROW_BYTES / 16 / THREADS], int pairs, u8* ring) {
+// sum[8 rows][..] += the warp's 16 columns, times the first 16 * PAIRS rows of the item.
+//   row_at[i]: where this thread's i-th 16-byte piece of the first stage's rows lies in `rows`, in pieces; < 0: nowhere
+// While a tile is multiplied, the warp decodes the next one (across stages too), so that the decode instructions fill
+// the gaps between the tensor-core instructions.
+template <int K2, int PAIRS>
+__device__ __forceinline__ void multiply(float (&sum)[ROWS / 8][4], const Strips& strips, int inputs, const u16* rows,
+                                         const RowPieces& row_at, u8* memory) {
     constexpr int TILE = 16 * K2, RUN = 8 * K2;  // bytes a tile; 16-byte pieces of 8 tiles
     constexpr int PIECES = 2 * STEP_TILES * RUN, ROUNDS = (PIECES + THREADS - 1) / THREADS, STAGE = stage_bytes<K2>();
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const LaneCursors<K2> at(lane);
+    const u32 ring = shared_address(memory);
 
     const u8* from[ROUNDS];
 #pragma unroll
@@ -168,15 +176,14 @@ __device__ __forceinline__ void multiply(float (&sum)[2][ROWS / 8][4], const Str
         from[i] = (run < STEP_TILES ? strips.words[0] : strips.words[1]) + run % STEP_TILES * strips.pitch + piece % RUN * 16;
     }
     const int advance = STEP_TILES * strips.pitch;
-    int stage_input = 0;
-    const auto fetch = [&](u8* stage) {
+    const u8* row_from = reinterpret_cast<const u8*>(rows);
+    // Pieces of one thread lie THREADS / 8 rows apart, a multiple of 8: the swizzle is the same for all.
+    const u32 row_to = thread / 8 * ROW_BYTES + (thread % 8 ^ thread / 8 % 8) * 16;
+    const auto fetch = [&](u32 stage) {
 #pragma unroll
-        for (int i = 0; i < ROWS * ROW_BYTES / 16 / THREADS; ++i) {
-            const int piece = thread + i * THREADS, row = piece / 8, chunk = piece % 8;
-            if (row_at[i] >= 0)
-                cp_async_16(stage + row * ROW_BYTES + (chunk ^ row % 8) * 16, rows + i64(row_at[i]) + stage_input);
-        }
-        stage_input += STEP;
+        for (int i = 0; i < ROW_PIECES; ++i)
+            if (row_at[i] >= 0) cp_async_16(stage + row_to + i * (THREADS / 8 * ROW_BYTES), row_from + i64(row_at[i]) * 16);
+        row_from += ROW_BYTES;
 #pragma unroll
         for (int i = 0; i < ROUNDS; ++i) {
             const int piece = thread + i * THREADS;
@@ -190,114 +197,148 @@ __device__ __forceinline__ void multiply(float (&sum)[2][ROWS / 8][4], const Str
         if (s < steps) fetch(ring + s * STAGE);
         cp_async_commit();
     }
+    const u32 own_words = ROWS * ROW_BYTES + (warp / 8 * STEP_TILES * 8 + warp % 8) * TILE;
+    const auto words_of = [&](TileWords<K2>& words, u32 stage, int tile) {
+        words.load(at, [&](int i) { return load_shared(stage + own_words + tile * 8 * TILE + i * 4); });
+    };
     // Row of the item and half of its 16 inputs that this lane addresses for ldmatrix (two groups of 8 rows at once).
     const int lane_row = lane / 16 * 8 + lane % 8, lane_half = lane / 8 % 2;
-    int slot = 0;
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+
+    u32 a[2][4];  // of even and odd tiles
+    {
         cp_async_wait<PROMPT_STAGES - 2>();
         __syncthreads();
-        if (step + PROMPT_STAGES - 1 < steps) fetch(ring + (slot == 0 ? PROMPT_STAGES - 1 : slot - 1) * STAGE);
-        cp_async_commit();
-        const u8* stage = ring + slot * STAGE;
-        const u32 words = shared_address(stage + ROWS * ROW_BYTES + warp * TILE);
-        // Words of the next tile and rows of the next pair are asked for before the current ones are used.
-        TileWords<K2> next[2];
-        const auto ask = [&](int tile) {
+        TileWords<K2> words;
+        words_of(words, ring, 0);
 #pragma unroll
-            for (int strip = 0; strip < 2; ++strip)
-                next[strip].load(at, [&](int i) { return load_shared(words + (strip * STEP_TILES + tile) * 8 * TILE + i * 4); });
-        };
-        ask(0);
+        for (int i = 0; i < 4; ++i) a[0][i] = decode_register<K2, CODEBOOK>(i, at, words);
+    }
+    u32 stage = ring, last_stage = ring + (PROMPT_STAGES - 1) * STAGE;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        cp_async_wait<PROMPT_STAGES - 3>();  // the next stage has come, too
+        __syncthreads();
+        if (step + PROMPT_STAGES - 1 < steps) fetch(stage == ring ? last_stage : stage - STAGE);
+        cp_async_commit();
+        const u32 next_stage = stage == last_stage ? ring : stage + STAGE;
 #pragma unroll
         for (int tile = 0; tile < STEP_TILES; ++tile) {
-            const u8* row = stage + lane_row * ROW_BYTES + ((tile * 2 + lane_half) ^ lane_row % 8) * 16;
-            u32 a[2][4], b[2][4];
+            TileWords<K2> words;
+            if (tile + 1 < STEP_TILES) words_of(words, stage, tile + 1);
+            else words_of(words, next_stage, 0);  // after the last step: anything, it is not used
+            const u32 row = stage + lane_row * ROW_BYTES + ((tile * 2 + lane_half) ^ lane_row % 8) * 16;
+            u32 b[2][4];
             ldmatrix_x4(b[0], row);
 #pragma unroll
-            for (int strip = 0; strip < 2; ++strip) decode_tile<K2, CODEBOOK>(a[strip], at, next[strip]);
-            if (tile + 1 < STEP_TILES) ask(tile + 1);
-#pragma unroll
             for (int pair = 0; pair < PAIRS; ++pair) {
-                if (pair >= pairs) break;
                 if (pair + 1 < PAIRS) ldmatrix_x4(b[(pair + 1) % 2], row + (pair + 1) * 16 * ROW_BYTES);
 #pragma unroll
-                for (int strip = 0; strip < 2; ++strip) {
-                    mma_f16(sum[strip][pair * 2], a[strip], {b[pair % 2][0], b[pair % 2][1]});
-                    mma_f16(sum[strip][pair * 2 + 1], a[strip], {b[pair % 2][2], b[pair % 2][3]});
-                }
+                for (int half = 0; half < 2; ++half)
+                    mma_f16(sum[pair * 2 + half], a[tile % 2], {b[pair % 2][half * 2], b[pair % 2][half * 2 + 1]});
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (i >= 4 * pair / PAIRS && i < 4 * (pair + 1) / PAIRS)
+                        a[(tile + 1) % 2][i] = decode_register<K2, CODEBOOK>(i, at, words);
             }
         }
-        slot = slot == PROMPT_STAGES - 1 ? 0 : slot + 1;
+        stage = next_stage;
     }
     cp_async_wait<0>();
     __syncthreads();
 }
 
-__device__ __forceinline__ void multiply_width(int k2, float (&sum)[2][ROWS / 8][4], const Strips& strips, int inputs,
-                                               const u16* rows, const int (&row_at)[ROWS * ROW_BYTES / 16 / THREADS],
-                                               int pairs, u8* ring) {
+template <int K2>
+__device__ __forceinline__ void multiply_pairs(int pairs, float (&sum)[ROWS / 8][4], const Strips& strips, int inputs,
+                                               const u16* rows, const RowPieces& row_at, u8* memory) {
+    constexpr int MOST = ROWS / 16;
+#if !WIDTHS
+    if (pairs <= 1) return multiply<K2, 1>(sum, strips, inputs, rows, row_at, memory);
+    if (pairs <= 2) return multiply<K2, 2>(sum, strips, inputs, rows, row_at, memory);
+    if (pairs <= 3) return multiply<K2, 3>(sum, strips, inputs, rows, row_at, memory);
+    if (pairs == 5) return multiply<K2, 5>(sum, strips, inputs, rows, row_at, memory);
+    if (pairs == 6) return multiply<K2, 6>(sum, strips, inputs, rows, row_at, memory);
+#endif
+    if (pairs <= 4) return multiply<K2, 4>(sum, strips, inputs, rows, row_at, memory);
+    return multiply<K2, MOST>(sum, strips, inputs, rows, row_at, memory);
+}
+
+__device__ __forceinline__ void multiply_width(int k2, int pairs, float (&sum)[ROWS / 8][4], const Strips& strips,
+                                               int inputs, const u16* rows, const RowPieces& row_at, u8* memory) {
     switch (k2) {
-        case 4: return multiply<4>(sum, strips, inputs, rows, row_at, pairs, ring);
-        case 6: return multiply<6>(sum, strips, inputs, rows, row_at, pairs, ring);
-        case 8: return multiply<8>(sum, strips, inputs, rows, row_at, pairs, ring);
+        case 4: return multiply_pairs<4>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 6: return multiply_pairs<6>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 8: return multiply_pairs<8>(pairs, sum, strips, inputs, rows, row_at, memory);
 #if WIDTHS
-        case 2: return multiply<2>(sum, strips, inputs, rows, row_at, pairs, ring);
-        case 10: return multiply<10>(sum, strips, inputs, rows, row_at, pairs, ring);
-        case 12: return multiply<12>(sum, strips, inputs, rows, row_at, pairs, ring);
-        case 14: return multiply<14>(sum, strips, inputs, rows, row_at, pairs, ring);
-        case 16: return multiply<16>(sum, strips, inputs, rows, row_at, pairs, ring);
+        case 2: return multiply_pairs<2>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 10: return multiply_pairs<10>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 12: return multiply_pairs<12>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 14: return multiply_pairs<14>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 16: return multiply_pairs<16>(pairs, sum, strips, inputs, rows, row_at, memory);
 #if CODEBOOK == 2
-        case 3: return multiply<3>(sum, strips, inputs, rows, row_at, pairs, ring);
-        case 5: return multiply<5>(sum, strips, inputs, rows, row_at, pairs, ring);
-        case 7: return multiply<7>(sum, strips, inputs, rows, row_at, pairs, ring);
+        case 3: return multiply_pairs<3>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 5: return multiply_pairs<5>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 7: return multiply_pairs<7>(pairs, sum, strips, inputs, rows, row_at, memory);
 #endif
 #endif
     }
 }
 
-// Multiplies an item and hands its result out: finish(pick, first strip's 4 columns, second strip's) is called by a whole
-// warp for each pick, lane l holding columns 4l .. 4l + 3 of both strips. line_of(pick): line of `rows` that it reads.
-template <class LineOf, class Finish>
+// A value of a result row in shared memory; the swizzle keeps both the writes of accumulators and the reads of rows free
+// of bank conflicts.
+__device__ __forceinline__ float* out_place(u8* memory, int strip, int row, int column) {
+    const int swizzle = (row & 1) << 4 ^ (row >> 1 & 3) << 3;
+    return reinterpret_cast<float*>(memory) + (strip * OUT_ROWS + row) * BLOCK + (column ^ swizzle);
+}
+
+// Multiplies an item and hands its result out. finish(pick, strip, a, b) is called by LANES neighbouring lanes for each
+// pick: a holds the runs of 4 columns 4 * (LANES * i + q) .. + 3 of its strip, q = lane % LANES. BOTH: one call for both
+// strips, a and b; else one call a strip, b unused. line_of(pick): line of `rows` that it reads.
+template <bool BOTH, class LineOf, class Finish>
 __device__ __forceinline__ void process(const Item& item, const int* list, const Strips& strips, int k2, int inputs,
                                         const u16* rows, u8* memory, LineOf line_of, Finish finish) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    int row_at[ROWS * ROW_BYTES / 16 / THREADS];
+    RowPieces row_at;
 #pragma unroll
-    for (int i = 0; i < ROWS * ROW_BYTES / 16 / THREADS; ++i) {
+    for (int i = 0; i < ROW_PIECES; ++i) {
         const int piece = thread + i * THREADS, row = piece / 8;
-        row_at[i] = row < item.count ? line_of(list[row]) * inputs + piece % 8 * 8 : -1;
+        row_at[i] = row < item.count ? line_of(list[row]) * (inputs / 8) + piece % 8 : -1;
     }
-    float sum[2][ROWS / 8][4] = {};
-    multiply_width(k2, sum, strips, inputs, rows, row_at, (item.count + 15) / 16, memory);
+    float sum[ROWS / 8][4] = {};
+    multiply_width(k2, (item.count + 15) / 16, sum, strips, inputs, rows, row_at, memory);
 
-    float(*out)[OUT_ROWS][OUT_STRIDE] = reinterpret_cast<float(*)[OUT_ROWS][OUT_STRIDE]>(memory);
 #pragma unroll
     for (int first = 0; first < ROWS; first += OUT_ROWS) {
         if (first >= item.count) break;
 #pragma unroll
-        for (int strip = 0; strip < 2; ++strip)
+        for (int group = 0; group < OUT_ROWS / 8 && first / 8 + group < ROWS / 8; ++group)
 #pragma unroll
-            for (int group = 0; group < OUT_ROWS / 8; ++group)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    out[strip][group * 8 + lane % 4 * 2 + i % 2][warp * 16 + lane / 4 + i / 2 * 8] =
-                        sum[strip][first / 8 + group][i];
+            for (int i = 0; i < 4; ++i)
+                *out_place(memory, warp / 8, group * 8 + lane % 4 * 2 + i % 2, warp % 8 * 16 + lane / 4 + i / 2 * 8) =
+                    sum[first / 8 + group][i];
         __syncthreads();
-        for (int row = warp; row < OUT_ROWS && first + row < item.count; row += WARPS) {
-            float v[2][4];
+        const int q = lane % LANES;
+        const auto read = [&](float(&v)[RUNS][4], int strip, int row) {
 #pragma unroll
-            for (int strip = 0; strip < 2; ++strip) {
-                const float4 four = *reinterpret_cast<const float4*>(&out[strip][row][lane * 4]);
-                v[strip][0] = four.x, v[strip][1] = four.y, v[strip][2] = four.z, v[strip][3] = four.w;
+            for (int i = 0; i < RUNS; ++i) {
+                const float4 four = *reinterpret_cast<const float4*>(out_place(memory, strip, row, 4 * (LANES * i + q)));
+                v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
             }
-            finish(list[first + row], v[0], v[1]);
+        };
+        // All lanes take part in the exchanges; those without a row compute on old values and keep them to themselves.
+#pragma unroll 1
+        for (int line = thread / LANES; line < (BOTH ? 1 : 2) * OUT_ROWS; line += THREADS / LANES) {
+            const int row = line % OUT_ROWS, strip = line / OUT_ROWS;
+            float a[RUNS][4], b[RUNS][4];
+            read(a, strip, row);
+            if (BOTH) read(b, 1, row);
+            const bool real = first + row < item.count;
+            finish(real ? list[first + row] : -1, strip, a, b);
         }
         __syncthreads();
     }
 }
 
-// grid = (width / 128, most items), block = 256, dynamic shared memory = PROMPT_STAGES * stage_bytes(widest k2)
+// grid = (width / 128, most items), block = 512, dynamic shared memory = PROMPT_STAGES * stage_bytes(widest k2)
 //   rotated [R, hidden] fp16; svh [2, experts, width]; down_suh [experts, width]; h [picks, width] fp16
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prompt_gate_up(
     const u64* trellis, const int* k2, const u16* rotated, const u16* svh, const u16* down_suh, const int* members,
@@ -309,19 +350,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prompt_gate_up(
     const i64 start = i64(column / 16) * 16 * bits;
     const Strips strips = {{reinterpret_cast<const u8*>(trellis[item.expert]) + start,
                             reinterpret_cast<const u8*>(trellis[experts + item.expert]) + start}, pitch};
-    const int lane = threadIdx.x % 32;
-    const i64 at = i64(item.expert) * width + column;
-    process(item, members + i64(item.expert) * rows + item.first, strips, bits, hidden, rotated, memory,
-            [&](int pick) { return pick / slots; },
-            [&](int pick, float(&gate)[4], float(&up)[4]) {
-                const uint2 four = swiglu(gate, up, svh + at + lane * 4, svh + i64(experts) * width + at + lane * 4,
-                                          down_suh + at + lane * 4, lane);
-                *reinterpret_cast<uint2*>(h + i64(pick) * width + column + lane * 4) = four;
-            });
+    process<true>(
+        item, members + i64(item.expert) * rows + item.first, strips, bits, hidden, rotated, memory,
+        [&](int pick) { return pick / slots; },
+        [&](int pick, int, float(&gate)[RUNS][4], float(&up)[RUNS][4]) {
+            const int lane = threadIdx.x % 32, q = lane % LANES;
+            const int at = item.expert * width + blockIdx.x * BLOCK;
+            rotate<LANES>(gate, lane);
+            rotate<LANES>(up, lane);
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i) {
+                const int run = 4 * (LANES * i + q);
+                scale_by_half4(gate[i], svh + at + run);
+                scale_by_half4(up[i], svh + experts * width + at + run);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) gate[i][j] = swiglu_bf16(gate[i][j], up[i][j]);
+                scale_by_half4(gate[i], down_suh + at + run);
+            }
+            rotate<LANES>(gate, lane);
+            if (pick < 0) return;
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i)
+                *reinterpret_cast<uint2*>(h + i64(pick) * width + blockIdx.x * BLOCK + 4 * (LANES * i + q)) = {
+                    half_pair(gate[i][0], gate[i][1]), half_pair(gate[i][2], gate[i][3])};
+        });
 }
 
 // One matrix (0 gate, 1 up, 2 down) for a row of its own a pick: input [picks, inputs] fp16 -> y [picks, span] fp32, the
-// columns start .. start + span - 1 of `columns`. grid = (span / 256 rounded up, most items), block = 256;
+// columns start .. start + span - 1 of `columns`. grid = (span / 256 rounded up, most items), block = 512;
 // svh [experts, columns]
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prompt_linear(
     const u64* trellis, const int* k2, const u16* input, const u16* svh, const int* members, const Item* items,
@@ -333,26 +389,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prompt_linear(
     const bool two = place + BLOCK < span;
     const u8* first = reinterpret_cast<const u8*>(trellis[matrix * experts + item.expert]) + i64(column) * bits;
     const Strips strips = {{first, two ? first + BLOCK * bits : first}, columns * bits};
-    const int lane = threadIdx.x % 32;
-    const u16* scale = svh + i64(item.expert) * columns + column + lane * 4;
-    process(item, members + i64(item.expert) * rows + item.first, strips, bits, inputs, input, memory,
-            [](int pick) { return pick; },
-            [&](int pick, float(&a)[4], float(&b)[4]) {
-                float* to = y + i64(pick) * span + place + lane * 4;
-                rotate(a, lane);
-                scale_by_half4(a, scale);
-                *reinterpret_cast<float4*>(to) = {a[0], a[1], a[2], a[3]};
-                if (!two) return;
-                rotate(b, lane);
-                scale_by_half4(b, scale + BLOCK);
-                *reinterpret_cast<float4*>(to + BLOCK) = {b[0], b[1], b[2], b[3]};
-            });
+    const int lane = threadIdx.x % 32, q = lane % LANES;
+    const u16* scale = svh + i64(item.expert) * columns + column;
+    process<false>(
+        item, members + i64(item.expert) * rows + item.first, strips, bits, inputs, input, memory,
+        [](int pick) { return pick; },
+        [&](int pick, int strip, float(&v)[RUNS][4], float(&)[RUNS][4]) {
+            rotate<LANES>(v, lane);
+            if (pick < 0 || (strip == 1 && !two)) return;
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i) {
+                const int run = strip * BLOCK + 4 * (LANES * i + q);
+                scale_by_half4(v[i], scale + run);
+                *reinterpret_cast<float4*>(y + i64(pick) * span + place + run) = {v[i][0], v[i][1], v[i][2], v[i][3]};
+            }
+        });
 }
 
 // Gate and up of prompt_linear, [2, picks, width] fp32 -> rotated input of down, h [picks, width] fp16. grid = warps / 8.
-extern "C" __global__ void __launch_bounds__(THREADS) prompt_swiglu(
+extern "C" __global__ void __launch_bounds__(SMALL) prompt_swiglu(
     const float* y, const int* picks, const u16* down_suh, u16* h, int total, int experts, int width) {
-    const i64 item = i64(blockIdx.x) * WARPS + threadIdx.x / 32, pick = item / (width / BLOCK);
+    const i64 item = i64(blockIdx.x) * SMALL_WARPS + threadIdx.x / 32, pick = item / (width / BLOCK);
     const int lane = threadIdx.x % 32, column = item % (width / BLOCK) * BLOCK + lane * 4;
     if (pick >= total || u32(picks[pick]) >= experts) return;
     const float4 g = *reinterpret_cast<const float4*>(y + pick * width + column);
@@ -363,10 +420,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) prompt_swiglu(
 }
 
 // y [picks, span]: columns start .. start + span - 1 of out. grid = (span / 1024 rounded up, R), block = 256
-extern "C" __global__ void __launch_bounds__(THREADS) prompt_combine(
+extern "C" __global__ void __launch_bounds__(SMALL) prompt_combine(
     const float* y, const int* picks, const float* weight, const float* shared, float* out, int slots, int experts, int hidden,
     int start, int span) {
-    const int column = (blockIdx.x * THREADS + threadIdx.x) * 4;
+    const int column = (blockIdx.x * SMALL + threadIdx.x) * 4;
     const i64 row = blockIdx.y;
     if (column >= span) return;
     float4 sum = {};

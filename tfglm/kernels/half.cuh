@@ -58,6 +58,19 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
     return d;
 }
 
+// 16 bytes global -> shared past L1
+__device__ __forceinline__ void cp_async_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// As ldmatrix_x4 of ptx.cuh.
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // ---- order between kernels of a stream (both are no-ops below sm_90)
 
 // Wait for the kernels before this one; needed only in kernels launched with overlap.

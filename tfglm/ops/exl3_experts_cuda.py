@@ -23,7 +23,9 @@ _MAX_PICKS = 256
 _LISTED_INTS = 4 + DECODE_ROWS
 
 _PROMPT_SLAB = 1024  # columns of the down result that exist at once: 64 MiB at 2,048 rows
-_SUMS_STRIDE = (BLOCK + 4) * 4  # bytes of one member's sums in shared memory
+_SUMS_BYTES = 4 * 16 * (BLOCK // 2 + 4) * 4  # four warps' sums of 16 members, 64 columns at a time
+_PROMPT_OUT_BYTES = 2 * 64 * BLOCK * 4  # two strips of 64 rows
+_PROMPT_THREADS = 512
 
 # Macros that a benchmark sets to try another launch shape than the kernel file's own.
 trial_shape: dict[str, int] = {}
@@ -206,7 +208,7 @@ def decode(
             *(tables.trellis, tables.k2, w.rotated, int(tables.shared_scale), tables.svh, tables.down_suh),
             *(w.listed, distinct, w.sums, w.activated, w.counters, slots, experts, hidden, width, parts),
         ),
-        shared=max(shape["GATE_UP_WARPS"] * ring, 4 * 8 * _SUMS_STRIDE),
+        shared=max(shape["GATE_UP_WARPS"] * ring, _SUMS_BYTES),
         overlap=overlap,
     )
     row_counters = w.counters[len(w.counters) - rows * (hidden // BLOCK) :]
@@ -217,7 +219,7 @@ def decode(
             *(tables.trellis, tables.k2, w.activated, tables.down_svh, w.listed, distinct, picks, weights, shared),
             *(valid, w.results, out, row_counters, slots, experts, hidden, width),
         ),
-        shared=max(shape["DOWN_WARPS"] * ring, 4 * 8 * _SUMS_STRIDE),
+        shared=max(shape["DOWN_WARPS"] * ring, _SUMS_BYTES),
         overlap=overlap,
     )
 
@@ -273,13 +275,13 @@ def prompt(
     total, item_count = rows * slots, w.counts[experts:]
     items_most = min(experts, total) + total // shape["ROWS"]
     stage = shape["ROWS"] * BLOCK + 2 * 4 * BLOCK * tables.widest
-    shared_bytes = max(shape["PROMPT_STAGES"] * stage, 2 * 32 * _SUMS_STRIDE)
+    shared_bytes = max(shape["PROMPT_STAGES"] * stage, _PROMPT_OUT_BYTES)
 
     def linear(matrix: int, given: torch.Tensor, svh: torch.Tensor, to: torch.Tensor, start: int, span: int) -> None:
         inputs, columns = (width, hidden) if matrix == 2 else (hidden, width)
         module.kernel("prompt_linear")(
             (-(-span // (2 * BLOCK)), items_most),
-            256,
+            _PROMPT_THREADS,
             (
                 *(tables.trellis, tables.k2, given, svh, w.members, w.items, item_count, to),
                 *(matrix, rows, experts, inputs, columns, start, span),
@@ -299,7 +301,7 @@ def prompt(
     if fused:
         module.kernel("prompt_gate_up")(
             (width // BLOCK, items_most),
-            256,
+            _PROMPT_THREADS,
             (
                 *(tables.trellis, tables.k2, w.rotated, tables.svh, tables.down_suh, w.members, w.items, item_count),
                 *(w.activated, rows, slots, experts, hidden, width),
