@@ -29,25 +29,34 @@ class BlockContext:
     length: int = 0
 
 
+HOST_TABLES = ("markov_head.", "confidence_head.", "candidate_selector.predecessor", "candidate_selector.successor")
+"""Tensors that are read on the host, a few rows at a time."""
+
+
 class BlockModel:
-    """Backbone of a block drafter over the target's embedding. dtype: of the rings."""
+    """Backbone of a block drafter over the target's embedding, on the embedding's device. dtype: of the rings."""
 
     def __init__(
         self, config: BlockConfig, tensors: Tensors, embed: torch.Tensor, ops: Ops, dtype: torch.dtype
     ) -> None:
         self.config = config
-        self.tensors = tensors
+        self.tensors = {
+            name: tensor if name.startswith(HOST_TABLES) else tensor.to(embed.device)
+            for name, tensor in tensors.items()
+        }
+        self._device = embed.device
         self._embed = embed
         self._ops = ops
         self._dtype = dtype
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=self._device) / config.head_dim
         self._frequencies = 1.0 / config.rope_theta**half
-        self._vectors = {name: tensor.float() for name, tensor in tensors.items() if tensor.dim() == 1}
+        self._vectors = {name: tensor.float() for name, tensor in self.tensors.items() if tensor.dim() == 1}
 
     def open(self) -> BlockContext:
         config = self.config
         shape = (config.num_hidden_layers, config.window, config.num_key_value_heads, config.head_dim)
-        return BlockContext(torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype))
+        keys, values = (torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2))
+        return BlockContext(keys, values)
 
     def extend(self, parts: Sequence[tuple[BlockContext, torch.Tensor]]) -> None:
         """Add committed rows to contexts: streams [rows, taps * hidden] each, as they follow the rows known so far.
@@ -57,7 +66,7 @@ class BlockModel:
         window = self.config.window
         places, slots = [], []
         for context, streams in parts:
-            rows = torch.arange(context.length, context.length + streams.shape[0])[-window:]
+            rows = torch.arange(context.length, context.length + streams.shape[0], device=self._device)[-window:]
             places.append(rows)
             slots.append(rows % window)
             context.length += streams.shape[0]
@@ -77,10 +86,12 @@ class BlockModel:
         """The blocks after each context's pending token: final-normed rows [streams, block, hidden]."""
         config, ops = self.config, self._ops
         size = config.block_size
-        tokens = torch.tensor([[pending, *[config.mask_token_id] * (size - 1)] for _, pending in asked])
-        positions = torch.cat([torch.arange(context.length, context.length + size) for context, _ in asked])
+        masks = [config.mask_token_id] * (size - 1)
+        tokens = torch.tensor([token for _, pending in asked for token in (pending, *masks)], device=self._device)
+        first = torch.tensor([context.length for context, _ in asked], device=self._device)
+        positions = (first[:, None] + torch.arange(size, device=self._device)).flatten()
         visible = [self._visible(context) for context, _ in asked]
-        x = ops.embed(self._embed, tokens.flatten())
+        x = ops.embed(self._embed, tokens)
         for layer in range(config.num_hidden_layers):
             prefix = f"layers.{layer}."
             n = self._norm(x, f"{prefix}input_layernorm.weight")
@@ -96,10 +107,10 @@ class BlockModel:
     def _visible(self, context: BlockContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Ring slots of the known rows, oldest first, and for each slot of the block which of them it does not see."""
         config = self.config
-        rows = torch.arange(max(0, context.length - config.window), context.length)
-        hidden = torch.zeros(config.block_size, len(rows), dtype=torch.bool)
+        rows = torch.arange(max(0, context.length - config.window), context.length, device=self._device)
+        hidden = torch.zeros(config.block_size, len(rows), dtype=torch.bool, device=self._device)
         if config.window_by_query:
-            oldest = context.length + torch.arange(config.block_size) - config.window + 1
+            oldest = context.length + torch.arange(config.block_size, device=self._device) - config.window + 1
             hidden = rows < oldest[:, None]
         return rows % config.window, hidden
 
@@ -116,18 +127,18 @@ class BlockModel:
         queries = self._heads(n, f"{prefix}q_proj.weight")
         queries = self._rotate(self._norm(queries, f"{prefix}q_norm.weight"), positions)
         keys, values = self._keys_and_values(layer, n, positions)
-        later = torch.ones(size, size, dtype=torch.bool).triu(1) if config.causal else torch.zeros(size, size).bool()
+        later = torch.full((size, size), config.causal, device=self._device).triu(1)
         out = []
         for stream, (context, (ring, hidden)) in enumerate(zip(contexts, visible, strict=True)):
             own = slice(stream * size, (stream + 1) * size)
-            k = torch.cat([context.keys[layer, ring].float(), keys[own]])
-            v = torch.cat([context.values[layer, ring].float(), values[own]])
+            k = torch.cat([context.keys[layer, ring].float(), keys[own].float()])
+            v = torch.cat([context.values[layer, ring].float(), values[own].float()])
             groups = config.num_attention_heads // config.num_key_value_heads
             k, v = (part.repeat_interleave(groups, dim=1).transpose(0, 1) for part in (k, v))  # [heads, rows, dim]
-            scores = queries[own].transpose(0, 1) @ k.transpose(1, 2) * config.head_dim**-0.5
+            scores = queries[own].float().transpose(0, 1) @ k.transpose(1, 2) * config.head_dim**-0.5
             scores = scores.masked_fill(torch.cat([hidden, later], dim=1), float("-inf"))
             out.append((torch.softmax(scores, dim=-1) @ v).transpose(0, 1).flatten(1))
-        return self._ops.linear(torch.cat(out), self.tensors[f"{prefix}o_proj.weight"])
+        return self._ops.linear(torch.cat(out).to(n.dtype), self.tensors[f"{prefix}o_proj.weight"])
 
     def _keys_and_values(
         self, layer: int, x: torch.Tensor, positions: torch.Tensor
@@ -141,7 +152,8 @@ class BlockModel:
         return self._ops.linear(x, self.tensors[name]).unflatten(1, (-1, self.config.head_dim))
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self._ops.rms_norm(x, self._vectors[name], self.config.rms_norm_eps)
+        flat = self._ops.rms_norm(x.flatten(0, -2), self._vectors[name], self.config.rms_norm_eps)
+        return flat.view(x.shape)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [rows, heads, head_dim] whose halves are the pairs to rotate."""
@@ -163,11 +175,11 @@ class BlockModel:
         """Each row with the rows before it in its block: base [taps, hidden] + dynamic [rows, taps, groups]."""
         kernel = base + dynamic.repeat_interleave(self.config.conv_group, dim=2)  # [rows, taps, hidden]
         blocks = x.unflatten(0, (-1, self.config.block_size))
-        total = torch.zeros_like(x)
+        total = torch.zeros(x.shape, device=x.device)
         for tap in range(self.config.conv_taps):
             shifted = torch.nn.functional.pad(blocks, (0, 0, tap, 0))[:, : self.config.block_size]
             total = total + shifted.flatten(0, 1) * kernel[:, tap]
-        return total
+        return total.to(x.dtype)
 
 
 def _as_is(x: torch.Tensor) -> torch.Tensor:

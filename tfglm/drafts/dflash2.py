@@ -20,7 +20,7 @@ class DFlash2Drafter(BlockDrafter):
 
     def scorer(self, hidden: torch.Tensor) -> DFlash2Scorer:
         projected = self._ops.linear(hidden, self._model.tensors["candidate_selector.hidden_projection.weight"])
-        return DFlash2Scorer(self._model.tensors, projected.numpy().astype(np.float64))
+        return DFlash2Scorer(self._model.tensors, projected.float().cpu().numpy().astype(np.float64))
 
 
 class DFlash2Scorer(Scorer):

@@ -23,7 +23,9 @@ class DSparkDrafter(BlockDrafter):
         }
 
     def scorer(self, hidden: torch.Tensor) -> DSparkScorer:
-        return DSparkScorer(self.config, self._model.tensors, self._small, hidden.numpy().astype(np.float64))
+        return DSparkScorer(
+            self.config, self._model.tensors, self._small, hidden.float().cpu().numpy().astype(np.float64)
+        )
 
 
 class DSparkScorer(Scorer):
