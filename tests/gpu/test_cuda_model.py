@@ -50,8 +50,9 @@ def rows_of(model: Glm53, cuts: list[int], tokens: list[int] = TOKENS) -> torch.
     return torch.cat(parts)
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm())
+def typical_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the middle row: a row whose choice of experts is turned over by a rounding differs much more."""
+    return float(((got - want).norm(dim=1) / want.norm(dim=1)).median())
 
 
 def test_near_the_reference(checkpoint: Checkpoint, reference: Glm53, device: torch.device) -> None:
@@ -59,8 +60,7 @@ def test_near_the_reference(checkpoint: Checkpoint, reference: Glm53, device: to
     want, got = rows_of(reference, [30]), rows_of(model, [30])
     assert got.dtype == torch.float32
     assert got.device.type == "cpu"
-    # Activations are bfloat16 here and float32 there; where that turns over a choice of experts a row differs more.
-    assert float(((got - want).norm(dim=1) / want.norm(dim=1)).median()) < 0.03
+    assert typical_error(got, want) < 0.03  # activations are bfloat16 here and float32 there
     assert float((got.argmax(dim=1) == want.argmax(dim=1)).float().mean()) > 0.9
 
 
@@ -79,7 +79,7 @@ def test_narrow_formats(
 ) -> None:
     model = on(device, checkpoint, **precision)
     whole = rows_of(model, [70])
-    assert relative_error(whole[:30], rows_of(reference, [30])) < error
+    assert typical_error(whole[:30], rows_of(reference, [30])) < error
     assert torch.equal(rows_of(model, [40, 1, 3, 16, 10]), whole)
 
 
@@ -122,7 +122,7 @@ def test_graphs_equal_launches(checkpoint: Checkpoint, device: torch.device) -> 
 
 
 def test_exl3_experts(tmp_path: Path, device: torch.device) -> None:
-    """Quantised experts of mixed widths: near the reference, the same bits in every window that decodes, and in graphs."""
+    """Quantised experts: near the reference, the same bits in every window that decodes, and in graphs."""
     if device.type != "cuda":
         pytest.skip("these kernels need a GPU")
     write_checkpoint(tmp_path, "tiny", seed=4, expert_bits=2.75)
@@ -130,7 +130,7 @@ def test_exl3_experts(tmp_path: Path, device: torch.device) -> None:
         model, replayed = on(device, opened), on(device, opened, graphs=True)
         want = rows_of(load_model(opened, tokens=512), [30])
     got = rows_of(model, [30])
-    assert float(((got - want).norm(dim=1) / want.norm(dim=1)).median()) < 0.04
+    assert typical_error(got, want) < 0.04
     whole = rows_of(model, [1] * 70)
     for cuts in ([16, 16, 16, 16, 6], [3, 9, 16, 1, 1, 10, 14, 16]):
         assert torch.equal(rows_of(model, cuts), whole), cuts

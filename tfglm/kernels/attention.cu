@@ -53,7 +53,7 @@ constexpr int OWNED = (HEADS + WARPS - 1) / WARPS;             // heads whose so
 struct Shared {
     u8 tile[PACKED ? 1 : 2][TILE * KEY_STRIDE];
     u8 raw[PACKED ? TILE * RAW_BYTES : 16];
-    float scores[QUARTERS][HEADS][TILE + 1];
+    float scores[QUARTERS][HEADS][TILE + 4];  // the pad spreads a warp's stores over all banks
     u8 p[HEADS * P_STRIDE];
     float factor[2][HEADS];  // old and new part when results are merged
     // then the slots of the list
@@ -397,6 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend_chunks(const u16* latent_query, int latent_row, int latent_head, const u16* rotary_query, int rotary_row, int rotary_head,
                   const u8* latent_plane, const u8* rotary_plane, const int* slots, int list_stride, const int* counts, float scale,
                   int heads, float* partial, float* state) {
+    chain_start();
     extern __shared__ __align__(128) u8 dynamic_smem[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_smem);
     const Problem problem{latent_query, latent_row,  latent_head, rotary_query, rotary_row, rotary_head, Planes{latent_plane, rotary_plane},
@@ -430,6 +431,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // out [R, heads, LATENT] bfloat16 or float32; log_sums [R, heads] or null. A block a head and row, LATENT / 4 threads.
 extern "C" __global__ void merge_chunks(const float* partial, const float* state, const int* counts, int chunks, int heads, void* out,
                                         int as_float, float* log_sums) {
+    chain_start();
     const int head = blockIdx.x, row = blockIdx.y, used = (counts[row] + CHUNK - 1) / CHUNK;
     float most = minus_infinity(), sum = 0.0f, value[4] = {};
     for (int chunk = 0; chunk < used; chunk++) {
@@ -452,6 +454,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend_rows(const u16* latent_query, int latent_row, int latent_head, const u16* rotary_query, int rotary_row, int rotary_head,
                 const u8* latent_plane, const u8* rotary_plane, const int* slots, int list_stride, const int* counts, float scale,
                 int heads, void* out, int as_float, float* log_sums) {
+    chain_start();
     extern __shared__ __align__(128) u8 dynamic_smem[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_smem);
     const Problem problem{latent_query, latent_row,  latent_head, rotary_query, rotary_row, rotary_head, Planes{latent_plane, rotary_plane},

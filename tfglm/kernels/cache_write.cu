@@ -117,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     write_latent(const u16* a, int a_stride, const float* norm, float eps, const float* cosines, const float* sines,
                  const long long* slots, u8* latent_plane, int latent_bytes, u8* rotary_plane, int rotary_bytes, int latent,
                  int half) {
+    chain_start();
     __shared__ float values[MAX_LATENT], rotary[MAX_ROTARY];
     const int row = blockIdx.x;
     a += static_cast<long long>(row) * a_stride;
@@ -161,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     write_index_key(const u16* key, int key_stride, const float* weight, const float* bias, float eps, const float* cosines,
                     const float* sines, const long long* slots, u8* plane, int row_bytes, int width, int half) {
+    chain_start();
     __shared__ float normed[MAX_INDEX], rotated[MAX_INDEX];
     const int row = blockIdx.x;
     key += static_cast<long long>(row) * key_stride;

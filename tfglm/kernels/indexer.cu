@@ -1,7 +1,7 @@
 // The lightning indexer: scores of cached tokens for the rows of a window, and the exact selection of the best.
 //
 //   index_scores   score[r][t] = sum over heads of w[r][h] * HEADS^-0.5 * relu(q[r][h] . k[t] * WIDTH^-0.5), float32, for t <= position.
-//                  A block is 8 rows of the window and a run of pages of 256 keys: eight warps of 32 keys each. Keys are the matrix rows,
+//                  A block is up to 8 rows of the window and a run of pages of 256 keys: eight warps of 32 keys each. Keys are the matrix rows,
 //                  heads its columns, so a score is one lane's sum over columns and two exchanges: the per-head scores never leave registers.
 //                  Bound by the bytes of the keys in decode, by matrix instructions in prompts.
 //   select_*       the `count` best of a row by (score descending, position ascending, -0 equal to +0), as ascending slots. A block ranks
@@ -25,7 +25,7 @@
 #endif
 
 constexpr int PAGE = 256;
-constexpr int ROWS = 8;                         // of the window, a block
+constexpr int ROWS = 8;                         // of the window, a block, at most
 constexpr int CHUNKS = (WIDTH + 63) / 64;       // of 64 columns
 constexpr int HEAD_PAIRS = HEADS / 16;          // 16 heads are scored at a time: 16 accumulators a lane
 constexpr int QUERY_BYTES = HEADS * CHUNKS * 128;  // a row's queries in shared memory
@@ -88,12 +88,13 @@ __device__ __forceinline__ KeyTile load_keys(const u8* first, int lane) {
 extern "C" __global__ void __launch_bounds__(256, 2)
     index_scores(const u16* queries, int query_stride, const u16* head_weights, int weight_stride, const long long* positions,
                  const long long* stream_of, const long long* pages, int page_stride, const u8* plane, float* scores,
-                 int score_stride, int rows, int count) {
+                 int score_stride, int rows, int block_rows, int count) {
+    chain_start();
     extern __shared__ __align__(128) u8 dynamic_smem[];
     __shared__ float weights[ROWS][HEADS];
     __shared__ int visible[ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int r0 = blockIdx.y * ROWS, rows_here = min(ROWS, rows - r0);
+    const int r0 = blockIdx.y * block_rows, rows_here = min(block_rows, rows - r0);
     if (static_cast<int>(threadIdx.x) < rows_here) {
         const int n = static_cast<int>(positions[r0 + threadIdx.x]) + 1;
         visible[threadIdx.x] = n > count ? n : 0;  // 0: not scored
@@ -176,8 +177,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // ---- selection
 
 constexpr int SELECT_THREADS = 1024, PER_THREAD = 16, CANDIDATES = SELECT_THREADS * PER_THREAD;
-constexpr int BINS = 256;
-constexpr int COPIES = 8;  // of each counter, so that alike scores of neighbouring lanes seldom meet
+constexpr int BINS = 2 * SELECT_THREADS, COPIES = 2;  // of each counter, so that alike scores of neighbouring lanes meet less
 
 // Unsigned integers in the order of floats, 0 for none: -0 becomes +0, negative numbers are reversed.
 __device__ __forceinline__ u32 order_key(float score) {
@@ -185,47 +185,42 @@ __device__ __forceinline__ u32 order_key(float score) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The count-th greatest of the block's keys (0 if there are fewer), and how many are greater.
+// The count-th greatest of the block's keys (0 if there are fewer), and how many are greater. Radix selection by 11, 11 and 10 bits.
 __device__ __forceinline__ u32 kth_greatest(const u32 (&keys)[PER_THREAD], int count, u32* histogram, int& greater) {
-    __shared__ u32 sums[BINS];
-    __shared__ u32 chosen[2];  // bin, keys in higher bins
-    const int lane = threadIdx.x % 32;
+    __shared__ u32 chosen[2];  // digit, keys with a higher one
+    constexpr int SHIFTS[4] = {32, 21, 10, 0};
     u32 prefix = 0;
     int wanted = count;
     greater = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
+#pragma unroll
+    for (int pass = 1; pass < 4; pass++) {
+        const int shift = SHIFTS[pass], above = SHIFTS[pass - 1];
+        const u32 mask = (1u << (above - shift)) - 1u;
         for (int i = threadIdx.x; i < BINS * COPIES; i += SELECT_THREADS) histogram[i] = 0;
         __syncthreads();
 #pragma unroll
         for (int j = 0; j < PER_THREAD; j++)
-            if (shift == 24 || keys[j] >> (shift + 8) == prefix)
-                atomicAdd(&histogram[((keys[j] >> shift) & 255u) * COPIES + lane % COPIES], 1u);
+            if (keys[j] && (pass == 1 || keys[j] >> (above & 31) == prefix))
+                atomicAdd(&histogram[((keys[j] >> shift) & mask) * COPIES + threadIdx.x % COPIES], 1u);
         __syncthreads();
-        if (threadIdx.x < BINS) {
-            u32 sum = 0;
-            for (int i = 0; i < COPIES; i++)  // starting points that put a warp's reads into 32 banks
-                sum += histogram[threadIdx.x * COPIES + (i + threadIdx.x / (32 / COPIES)) % COPIES];
-            sums[threadIdx.x] = sum;
+        // Each thread has two digits; thread 0 the highest.
+        const u32 high = BINS - 1 - 2 * threadIdx.x;
+        const uint2 upper = *reinterpret_cast<const uint2*>(histogram + high * COPIES);
+        const uint2 lower = *reinterpret_cast<const uint2*>(histogram + (high - 1) * COPIES);
+        const u32 in_upper = upper.x + upper.y, in_both = in_upper + lower.x + lower.y;
+        u32 all;
+        const u32 before = block_scan(in_both, all);
+        if (pass == 1 && static_cast<int>(all) < count) {
+            greater = static_cast<int>(all);
+            return 0;
+        }
+        if (static_cast<int>(before) < wanted && wanted <= static_cast<int>(before + in_both)) {
+            const bool first = wanted <= static_cast<int>(before + in_upper);
+            chosen[0] = first ? high : high - 1;
+            chosen[1] = first ? before : before + in_upper;
         }
         __syncthreads();
-        if (threadIdx.x < 32) {
-            u32 own = 0;  // of this lane's 8 bins; lane 0 has the highest
-            for (int i = 0; i < 8; i++) own += sums[BINS - 1 - (lane * 8 + i)];
-            u32 before = own;
-            for (int step = 1; step < 32; step <<= 1) {
-                const u32 other = __shfl_up_sync(0xffffffffu, before, step);
-                if (lane >= step) before += other;
-            }
-            before -= own;
-            if (static_cast<int>(before) < wanted && wanted <= static_cast<int>(before + own)) {
-                int bin = BINS - 1 - lane * 8;
-                while (static_cast<int>(before + sums[bin]) < wanted) before += sums[bin--];
-                chosen[0] = bin;
-                chosen[1] = before;
-            }
-        }
-        __syncthreads();
-        prefix = prefix << 8 | chosen[0];
+        prefix = pass == 1 ? chosen[0] : prefix << (above - shift) | chosen[0];
         wanted -= static_cast<int>(chosen[1]);
         greater += static_cast<int>(chosen[1]);
     }
@@ -251,7 +246,8 @@ struct Level {
 
 template <bool FIRST, bool LAST>
 __device__ __forceinline__ void select_level(const Level& level) {
-    __shared__ u32 histogram[BINS * COPIES];
+    chain_start();
+    __shared__ __align__(16) u32 histogram[BINS * COPIES];
     const int row = blockIdx.y, part = blockIdx.x, count = level.count;
     const int visible = static_cast<int>(level.positions[row]) + 1;
     auto slot_of = [&](int position) {

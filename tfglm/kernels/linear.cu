@@ -5,7 +5,7 @@
 // the parts then in order in float32. The number of slices depends on K alone (ops/cuda_linear.py), so an output's bits depend
 // on its row of x and its row of W and on nothing else: not on R, and not on which kernel below computed it.
 //
-//   linear_decode_*   R <= 8 or 16. A block is one warp a slice; each reads its slice of 16 * m weight rows once, straight to
+//   linear_decode_*   R <= 8 or 16. A block is one warp a slice; each reads its slice of 16 weight rows once, straight to
 //                     registers. Bound by the bytes of W.
 //   linear_prompt_*   any R. A block is 128 weight rows by 128 (or 64) rows of x in three asynchronous stages.
 //   experts_*         the same decode tile over lists of rows, one list an expert: routed experts kept as plain bf16.
@@ -78,10 +78,10 @@ __device__ __forceinline__ float row_factor(const Matrix& w, int row) {
 
 // Pieces in flight a warp: enough bytes to cover the latency of memory, few enough registers for two blocks a multiprocessor.
 #ifndef DEPTH
-#if WEIGHT == 0
-#define DEPTH 2
+#if WEIGHT == 2
+#define DEPTH 3
 #else
-#define DEPTH 4
+#define DEPTH 2
 #endif
 #endif
 
@@ -100,19 +100,23 @@ __device__ __forceinline__ void load_activations(Activations (&x)[NT], const u16
 
 // Sums one slice. rows[j]: the row of x for column g of tile j, or null. acc: [m tile][row tile].
 // A ring of DEPTH pieces: each is replaced, as soon as it is multiplied, by the one DEPTH pieces further on.
-template <int MT, int NT>
+// CHAINED: nothing but weights may be read before the kernels before this one have ended, so the first of them come early.
+template <int MT, int NT, bool CHAINED>
 __device__ __forceinline__ void slice_sum(float (&acc)[MT][NT][4], const Matrix& w, const u16* const (&rows)[NT], int n,
                                           int begin, int end, int lane) {
     RawPiece raw[DEPTH][MT];
     Activations x[DEPTH][NT];
-    auto load = [&](RawPiece (&piece)[MT], Activations (&given)[NT], int k) {
+    auto load_pieces = [&](RawPiece (&piece)[MT], int k) {
 #pragma unroll
         for (int m = 0; m < MT; m++) piece[m] = load_piece(w, n + 16 * m, k, lane);
-        load_activations<NT>(given, rows, k, w.columns, lane % 4);
     };
 #pragma unroll
     for (int d = 0; d < DEPTH; d++)
-        if (begin + d * COLUMNS < end) load(raw[d], x[d], begin + d * COLUMNS);
+        if (begin + d * COLUMNS < end) load_pieces(raw[d], begin + d * COLUMNS);
+    if (CHAINED) grid_wait();
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++)
+        if (begin + d * COLUMNS < end) load_activations<NT>(x[d], rows, begin + d * COLUMNS, w.columns, lane % 4);
 #pragma unroll 1
     for (int k0 = begin; k0 < end; k0 += COLUMNS * DEPTH) {
 #pragma unroll
@@ -132,7 +136,10 @@ __device__ __forceinline__ void slice_sum(float (&acc)[MT][NT][4], const Matrix&
                     }
                 }
             }
-            if (k + COLUMNS * DEPTH < end) load(raw[d], x[d], k + COLUMNS * DEPTH);
+            if (const int ahead = k + COLUMNS * DEPTH; ahead < end) {
+                load_pieces(raw[d], ahead);
+                load_activations<NT>(x[d], rows, ahead, w.columns, lane % 4);
+            }
         }
     }
 }
@@ -183,7 +190,8 @@ __device__ __forceinline__ void decode(const u16* x, int ldx, Matrix w, void* ou
     }
     const int length = slice_columns(w.columns, slices), begin = warp * length;
     float acc[MT][NT][4] = {};
-    slice_sum<MT, NT>(acc, w, pointers, n, begin, min(begin + length, w.columns), lane);
+    grid_release();
+    slice_sum<MT, NT, true>(acc, w, pointers, n, begin, min(begin + length, w.columns), lane);
     combine_slices<MT, NT>(acc, w, n, rows, [&](int row, int column, float value) {
         const long long at = static_cast<long long>(batch) * out_batch + static_cast<long long>(row) * ldo + column;
         store_value(out, at, value, as_float);
@@ -196,10 +204,8 @@ __device__ __forceinline__ void decode(const u16* x, int ldx, Matrix w, void* ou
              int k, int x_batch, int w_batch, int out_batch) {                                                            \
         decode<MT, NT>(x, ldx, Matrix{w, scales, n, k}, out, ldo, as_float, rows, x_batch, w_batch, out_batch);           \
     }
-DECODE(linear_decode_16x8, 1, 1)
-DECODE(linear_decode_16x16, 1, 2)
-DECODE(linear_decode_32x8, 2, 1)
-DECODE(linear_decode_32x16, 2, 2)
+DECODE(linear_decode_8, 1, 1)
+DECODE(linear_decode_16, 1, 2)
 
 // ---- routed experts kept as bf16: group z multiplies its rows with matrix group_expert[z]
 
@@ -209,6 +215,7 @@ DECODE(linear_decode_32x16, 2, 2)
 extern "C" __global__ void __launch_bounds__(32 * MAX_SLICES)
     experts_bf16(const u16* x, int ldx, int x_divide, const u8* w, void* out, int ldo, int as_float, int n, int k,
                  const int* pairs, const int* group_start, const int* group_expert) {
+    chain_start();
     constexpr int MT = 2, NT = 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slices = blockDim.x / 32;
     const int row0 = blockIdx.x * 16 * MT, group = blockIdx.z;
@@ -224,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_SLICES)
             pointers[j] = at < stop ? x + static_cast<long long>(pairs[at] / x_divide) * ldx : nullptr;
         }
         float acc[MT][NT][4] = {};
-        slice_sum<MT, NT>(acc, matrix, pointers, row0, begin, min(begin + length, k), lane);
+        slice_sum<MT, NT, false>(acc, matrix, pointers, row0, begin, min(begin + length, k), lane);
         combine_slices<MT, NT>(acc, matrix, row0, min(stop - first, 8 * NT), [&](int row, int column, float value) {
             store_value(out, static_cast<long long>(pairs[first + row]) * ldo + column, value, as_float);
         });
@@ -320,6 +327,7 @@ __device__ __forceinline__ RawPiece shared_piece(const u8* w, const u8* scales, 
 template <int TILE_R>
 __device__ __forceinline__ void prompt(const u16* x, int ldx, Matrix w, void* out, int ldo, int as_float, int rows,
                                        int slices, int x_batch, int w_batch, int out_batch) {
+    chain_start();
     extern __shared__ __align__(128) u8 dynamic_smem[];
     constexpr int NT = TILE_R / 2 / 8;  // 4 warps along N of 32 weight rows, 2 along R
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -65,6 +65,31 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// ---- chains of kernels (programmatic dependent launch; nothing happens below sm_90)
+//
+// A kernel launched with `overlap` starts while its predecessor still runs. Every block of every such kernel must pass grid_wait
+// before it touches what other kernels write or read, and before it ends; then all that came earlier has ended too, because the
+// predecessor waited likewise.
+
+// Lets the next kernel start once every block of this one has come here.
+__device__ __forceinline__ void grid_release() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the kernels before this one have ended.
+__device__ __forceinline__ void grid_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void chain_start() {
+    grid_release();
+    grid_wait();
+}
+
 // ---- bfloat16 as raw bits: one in a u16, a pair in a u32 with the first element in the low half
 
 __device__ __forceinline__ float bf16_float(u16 x) { return __uint_as_float(static_cast<u32>(x) << 16); }

@@ -29,6 +29,7 @@ __device__ __forceinline__ u64 warp_greatest(u64 key) {
 extern "C" __global__ void __launch_bounds__(128)
     route(const float* logits, const float* correction, int* experts, float* weights, int rows, int count, int picks, int normalise,
           float factor) {
+    chain_start();
     const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     logits += static_cast<long long>(row) * count;
@@ -63,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(128)
 // experts [total] -> pairs [total], group_expert [groups], group_start [groups + 1]; groups past the last have no pairs.
 extern "C" __global__ void __launch_bounds__(1024)
     group_pairs(const int* experts, int total, int count, int* pairs, int* group_start, int* group_expert, int groups) {
+    chain_start();
     constexpr int STAGE = 4096;
     __shared__ int staged[STAGE];
     const int expert = threadIdx.x;

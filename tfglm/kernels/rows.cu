@@ -21,6 +21,7 @@ __device__ __forceinline__ void store_eight(u16* p, const Eight& e) {
 
 // out [R, width] = table [vocab, width] at tokens [R]; width a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) embed(const u16* table, const long long* tokens, u16* out, int width) {
+    chain_start();
     const u16* from = table + tokens[blockIdx.x] * width;
     u16* to = out + static_cast<long long>(blockIdx.x) * width;
     for (int i = threadIdx.x * 8; i < width; i += 256 * 8)
@@ -30,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(256) embed(const u16* table, const 
 // cos, sin [R, half] float32, rounded to bfloat16 as the model's activations are. The angle is a float32 product; its cosine is
 // taken in float64, because at positions near a million a float32 angle already carries the whole error that is allowed.
 extern "C" __global__ void angles(const long long* positions, const float* frequencies, float* cosines, float* sines, int half) {
+    chain_start();
     const float position = static_cast<float>(positions[blockIdx.x]);
     for (int i = threadIdx.x; i < half; i += blockDim.x) {
         const double angle = static_cast<double>(__fmul_rn(position, frequencies[i]));
@@ -43,6 +45,7 @@ extern "C" __global__ void angles(const long long* positions, const float* frequ
 extern "C" __global__ void __launch_bounds__(256)
     rotate(const u16* x, int row_stride, int head_stride, u16* out, int out_row_stride, int out_head_stride, const float* cosines,
            const float* sines, int heads, int half) {
+    chain_start();
     const int row = blockIdx.x, head = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (head >= heads) return;
     x += static_cast<long long>(row) * row_stride + head * head_stride;
@@ -73,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // out [R, width] = rms(x) * weight; the normalised value is rounded before it is weighted. x and out may be strided.
 extern "C" __global__ void __launch_bounds__(256)
     rms_norm(const u16* x, int x_stride, const float* weight, u16* out, int out_stride, int width, float eps) {
+    chain_start();
     x += static_cast<long long>(blockIdx.x) * x_stride;
     out += static_cast<long long>(blockIdx.x) * out_stride;
     float square = 0.0f;
@@ -95,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     add_rms_norm(const u16* x, const void* branch, int branch_is_float, const void* more, int more_is_float, const float* weight,
                  u16* sum, u16* out, int width, float eps) {
+    chain_start();
     constexpr int MOST = 4;
     const long long base = static_cast<long long>(blockIdx.x) * width;
     auto part = [&](const void* p, int is_float, int i) {
@@ -140,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // out [R, inner] = silu(gate) * up of x [R, 2 * inner] (gate first); silu(gate) is rounded before the product. inner % 8 == 0.
 extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* x, u16* out, int inner) {
+    chain_start();
     const int i = (blockIdx.y * 256 + threadIdx.x) * 8;
     if (i >= inner) return;
     const u16* gate = x + static_cast<long long>(blockIdx.x) * 2 * inner + i;
@@ -153,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* x, u16* out,
 // out [R, width] float32 = sum over picks, in order, of weights [R, picks] * slots [R * picks, width] float32. width % 4 == 0.
 extern "C" __global__ void __launch_bounds__(256)
     combine(const float* slots, const float* weights, float* out, int picks, int width) {
+    chain_start();
     const int i = (blockIdx.y * 256 + threadIdx.x) * 4;
     if (i >= width) return;
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -69,6 +69,7 @@ class _Graph:
     """A captured forward: where its inputs are read, what replays it, where its results lie."""
 
     inputs: torch.Tensor
+    wanted: torch.Tensor  # read by the graph, so it must live as long
     graph: torch.cuda.CUDAGraph
     passed: Passed
 
@@ -92,13 +93,17 @@ class CudaGlm53(Glm53):
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
         """Logits on the host; tapped rows stay on the device and belong to the caller."""
-        count, longest = rows.tokens.shape[0], max(s.position + s.stop - s.start for s in rows.window.spans)
+        count, longest = rows.tokens.shape[0], _longest(rows)
         if self._use_graphs and count <= GRAPH_ROWS:
             return self._replay(rows, max(_LEAST_CONTEXT, 1 << (longest - 1).bit_length()), taps)
-        self.ops.context = pages_for(longest) * PAGE
-        packed = _packed(rows, len(rows.window.spans), self.ops.context, self.device)
-        passed = super()._forward(_unpacked(packed.to(self.device), rows, len(rows.window.spans)), taps)
+        passed = super()._forward(self.on_device(rows), taps)
         return replace(passed, logits=passed.logits.cpu())
+
+    def on_device(self, rows: LaidOut) -> LaidOut:
+        """A window as views of one copy on the device, whose operations are told how far it reaches."""
+        self.ops.context = pages_for(_longest(rows)) * PAGE
+        packed = _packed(rows, len(rows.window.spans), self.ops.context, self.device)
+        return _unpacked(packed.to(self.device), rows, len(rows.window.spans))
 
     def _replay(self, rows: LaidOut, context: int, taps: Taps) -> Passed:
         count = rows.tokens.shape[0]
@@ -123,7 +128,12 @@ class CudaGlm53(Glm53):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             passed = super()._forward(laid_out, taps)
-        return _Graph(inputs, graph, passed)
+        return _Graph(inputs, laid_out.wanted, graph, passed)
+
+
+def _longest(rows: LaidOut) -> int:
+    """Tokens of the longest stream once the window is part of it."""
+    return max(span.position + span.stop - span.start for span in rows.window.spans)
 
 
 def _packed(rows: LaidOut, streams: int, context: int, device: torch.device) -> torch.Tensor:
@@ -168,13 +178,14 @@ def load_weights(config: ModelConfig, source: Source, ops: CudaOps) -> ModelWeig
     layers = range(config.num_hidden_layers)
     return ModelWeights(
         embed=source.tensor("model.embed_tokens.weight").to(ops.device, torch.bfloat16),
-        layers=tuple(_layer(load_layer(config, source, layer), ops) for layer in layers),
+        layers=tuple(hold_layer(load_layer(config, source, layer), ops) for layer in layers),
         norm=source.tensor("model.norm.weight").float().to(ops.device),
         head=ops.hold(source.linear("lm_head"), ops.precision.head, float_out=True),
     )
 
 
-def _layer(layer: LayerWeights, ops: CudaOps) -> LayerWeights:
+def hold_layer(layer: LayerWeights, ops: CudaOps) -> LayerWeights:
+    """A layer's weights as `ops` computes with them."""
     ffn = layer.ffn
     return LayerWeights(
         attention_norm=layer.attention_norm.to(ops.device),

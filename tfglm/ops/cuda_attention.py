@@ -11,6 +11,7 @@ from tfglm.formats.latent import KvFormat
 from tfglm.ops import driver
 from tfglm.ops.base import Selection
 from tfglm.ops.cuda_cache import CODE, row_bytes
+from tfglm.ops.cuda_launch import chained
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Uninitialised memory on the device."""
@@ -50,16 +51,16 @@ def attend(
     shared = _shared_bytes(kv, latent, rotary, tiles, row_bytes(latent_plane) + row_bytes(rotary_plane))
     as_float = int(out.dtype == torch.float32)
     if rows > DECODE_ROWS:
-        kernel = module.kernel("attend_rows")
+        kernel = chained(module.kernel("attend_rows"))
         kernel((rows, groups), _THREADS, (*problem, out, as_float, log_sums), shared=shared + 4 * longest)
         return out
     chunks = -(-longest // CHUNK)
     partial = empty((rows, chunks, heads, latent), torch.float32)
     state = empty((rows, chunks, heads, 2), torch.float32)
     grid = (chunks, rows, groups)
-    module.kernel("attend_chunks")(grid, _THREADS, (*problem, partial, state), shared=shared + 4 * CHUNK)
+    chained(module.kernel("attend_chunks"))(grid, _THREADS, (*problem, partial, state), shared=shared + 4 * CHUNK)
     merge = (partial, state, selection.counts, chunks, heads, out, as_float, log_sums)
-    module.kernel("merge_chunks")((heads, rows), latent // 4, merge)
+    chained(module.kernel("merge_chunks"))((heads, rows), latent // 4, merge)
     return out
 
 
@@ -67,6 +68,6 @@ def _shared_bytes(kv: KvFormat, latent: int, rotary: int, tiles: int, raw: int) 
     """Size of the kernel's `Shared`, without the list of slots after it."""
     heads, packed = 8 * tiles, kv is not KvFormat.BF16
     tile = _TILE * ((latent + rotary) * 2 + 16)
-    scores = 4 * heads * (_TILE + 1) * 4
+    scores = 4 * heads * (_TILE + 4) * 4
     weights = heads * (_TILE * 2 + 16)
     return (tile + _TILE * raw if packed else 2 * tile + 16) + scores + weights + 2 * heads * 4

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tfglm.checkpoint.config import INDEXER_LAYER_NORM_EPS
 from tfglm.formats.latent import KvFormat
 from tfglm.ops import driver
 from tfglm.ops.base import Rope
+from tfglm.ops.cuda_launch import chained
 
 _THREADS = 128
 CODE = {KvFormat.BF16: 0, KvFormat.FP8: 1, KvFormat.FP4: 2, KvFormat.FP4X: 3}
@@ -47,5 +50,5 @@ def row_bytes(plane: torch.Tensor) -> int:
     return plane.shape[2] * plane.element_size()
 
 
-def _kernel(kv: KvFormat, name: str) -> driver.Kernel:
-    return driver.load("cache_write", {"KV": str(CODE[kv])}).kernel(name)
+def _kernel(kv: KvFormat, name: str) -> Callable[..., None]:
+    return chained(driver.load("cache_write", {"KV": str(CODE[kv])}).kernel(name))

@@ -11,16 +11,18 @@ from tfglm.cache.pages import PAGE
 from tfglm.formats.latent import KvFormat
 from tfglm.ops import driver
 from tfglm.ops.base import Selection, Window
+from tfglm.ops.cuda_launch import chained
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Uninitialised memory on the device."""
 
-_ROWS = 8  # of the window, a block of index_scores
+_ROWS = 8  # of the window, a block of index_scores, at most
 _CANDIDATES = 16384  # a block of select_*
 _SCORE_BYTES = 64 << 20
 """Prompts are scored and ranked in pieces of rows whose scores take about this much memory."""
 
-_BLOCKS = 1024  # of index_scores, about: enough for every multiprocessor, few enough to reuse the staged queries
+_LEAST_BLOCKS = 128  # of index_scores: about one for every multiprocessor
+_BLOCKS = 1024  # of index_scores, about: few enough to use the queries they stage more than once
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,16 @@ def _score(
     module: driver.Module, rows: _Rows, pages: torch.Tensor, plane: torch.Tensor, scores: torch.Tensor, count: int
 ) -> None:
     _, heads, width = rows.queries.shape
-    tiles = -(-len(rows) // _ROWS)
+    # Short contexts have too few pages for every multiprocessor: rows then go to blocks of their own.
+    block_rows = max(1, min(_ROWS, len(rows) * scores.shape[1] // PAGE // _LEAST_BLOCKS))
+    tiles = -(-len(rows) // block_rows)
     grid = (min(scores.shape[1] // PAGE, max(1, _BLOCKS // tiles)), tiles)
     query_bytes = heads * -(-width // 64) * 128
     arguments = (
         rows.queries, rows.queries.stride(0), rows.head_weights, rows.head_weights.stride(0), rows.positions,
-        rows.stream_of, pages, pages.shape[1], plane, scores, scores.shape[1], len(rows), count,
+        rows.stream_of, pages, pages.shape[1], plane, scores, scores.shape[1], len(rows), block_rows, count,
     )  # fmt: skip
-    module.kernel("index_scores")(grid, 256, arguments, shared=min(len(rows), _ROWS) * query_bytes)
+    chained(module.kernel("index_scores"))(grid, 256, arguments, shared=block_rows * query_bytes)
 
 
 def _rank(
@@ -108,4 +112,4 @@ def _rank(
             scores, stride, *below, *above, rows.positions, rows.stream_of, pages, pages.shape[1], rows.slots,
             rows.counts, count,
         )  # fmt: skip
-        module.kernel(name)((blocks, len(rows)), 1024, arguments)
+        chained(module.kernel(name))((blocks, len(rows)), 1024, arguments)

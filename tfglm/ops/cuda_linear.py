@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from tfglm.formats import groups
 from tfglm.ops import driver
+from tfglm.ops.cuda_launch import chained
 
 DECODE_ROWS = 16
 """Windows of up to this many rows take the decode kernels; both kinds give a row the same bits."""
@@ -76,7 +76,7 @@ def experts(
     """
     _, rows, columns = weights.shape
     groups_of_pairs = (pairs, group_start, group_expert)
-    kernel = driver.load("linear", {"WEIGHT": "0"}).kernel("experts_bf16")
+    kernel = chained(driver.load("linear", {"WEIGHT": "0"}).kernel("experts_bf16"))
     kernel(
         (-(-rows // 32), 1, group_expert.shape[0]),
         32 * slices(columns),
@@ -89,11 +89,6 @@ def _as_float(out: torch.Tensor) -> int:
     return int(out.dtype == torch.float32)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _launch(
     x: torch.Tensor, weight: Dense, out: torch.Tensor, r: int, n: int, k: int, batch: int, strides: tuple[int, int, int]
 ) -> None:
@@ -102,12 +97,10 @@ def _launch(
     common = (x, x.stride(0), weight.data, weight.scales, out, out.stride(0), _as_float(out), r, n, k)
     parts = slices(k)
     if r <= DECODE_ROWS:
-        # Twice the weight rows a block halve the reads of x, as long as there are blocks for every multiprocessor.
-        tall = 32 if -(-n // 32) * batch >= _multiprocessors(x.device) else 16
-        kernel = module.kernel(f"linear_decode_{tall}x{8 if r <= 8 else 16}")
-        kernel((-(-n // tall), 1, batch), 32 * parts, (*common, *strides))
+        kernel = chained(module.kernel(f"linear_decode_{8 if r <= 8 else 16}"))
+        kernel((-(-n // 16), 1, batch), 32 * parts, (*common, *strides))
         return
     wide = 64 if r <= 64 else 128
     stage = _TILE_N // 16 * _PIECE_BYTES[kind] + (4 * _TILE_N if kind >= 2 else 0) + wide * 128
-    kernel = module.kernel(f"linear_prompt_{wide}")
+    kernel = chained(module.kernel(f"linear_prompt_{wide}"))
     kernel((-(-r // wide), -(-n // _TILE_N), batch), 256, (*common, parts, *strides), shared=_STAGES * stage)

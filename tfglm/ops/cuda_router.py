@@ -8,6 +8,7 @@ import torch
 
 from tfglm.ops import driver
 from tfglm.ops.base import Routing
+from tfglm.ops.cuda_launch import chained
 
 MAX_EXPERTS = 512
 MAX_PICKS = 32
@@ -35,7 +36,7 @@ def route(
     picks = experts.shape[1]
     assert count <= MAX_EXPERTS and picks <= MAX_PICKS, f"{picks} of {count} experts are more than the kernel ranks"
     arguments = (logits, correction, experts, weights, rows, count, picks, int(normalise), factor)
-    driver.load("router").kernel("route")((-(-rows // 4),), 128, arguments)
+    chained(driver.load("router").kernel("route"))((-(-rows // 4),), 128, arguments)
     return Routing(experts, weights)
 
 
@@ -44,5 +45,5 @@ def group(experts: torch.Tensor, count: int, groups: Groups) -> Groups:
     total = experts.numel()
     threads = -(-count // 32) * 32
     arguments = (experts, total, count, groups.pairs, groups.starts, groups.experts, groups.experts.shape[0])
-    driver.load("router").kernel("group_pairs")((1,), threads, arguments)
+    chained(driver.load("router").kernel("group_pairs"))((1,), threads, arguments)
     return groups

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tfglm.ops import driver
 from tfglm.ops.base import Rope
+from tfglm.ops.cuda_launch import chained
 
 _THREADS = 256
 _WIDEST_NORM = 4 * 8 * _THREADS
 
 
-def _kernel(name: str) -> driver.Kernel:
-    return driver.load("rows").kernel(name)
+def _kernel(name: str) -> Callable[..., None]:
+    return chained(driver.load("rows").kernel(name))
 
 
 def embed(table: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
