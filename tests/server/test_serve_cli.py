@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import ServerProcess
 
 from tfglm.checkpoint.vocabulary import build_tokenizer
 from tfglm.cli.main import main
@@ -71,6 +73,31 @@ def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert "tfglm: E_PORT: " in refusal(capsys, folder, "--port", taken.url.rpartition(":")[2])
     finally:
         taken.close()
+
+
+BUSY = """
+import torch
+from tfglm.cli.main import entry
+from tfglm.models import glm53
+
+def load_model(*args, **fields):
+    matrix = torch.ones(1500, 1500)
+    print("loading", flush=True)
+    while True:
+        matrix = matrix @ matrix
+
+glm53.load_model = load_model
+entry()
+"""
+
+
+def test_a_signal_while_loading_is_an_orderly_end(folder: Path) -> None:
+    """The thread that loads cannot be stopped in the middle of a product; the process ends all the same."""
+    with ServerProcess("-c", BUSY, "serve", folder, "--port", "0", "--threads", "1") as server:
+        server.wait_for("(loading)")
+        server.send(signal.SIGTERM)
+        assert server.ended() == 0
+        assert not any("terminate called" in line for line in server.lines)
 
 
 def test_verbose_shows_the_traceback(tmp_path: Path) -> None:

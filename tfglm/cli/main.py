@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from tfglm import __version__
@@ -41,5 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
+def entry() -> None:
+    """The `tfglm` command: `main`, then the end of the process."""
+    code = main()
+    if any(thread.daemon for thread in threading.enumerate()):
+        # A server that is stopped while it loads: the interpreter's own end would abort a thread in the middle of a
+        # product ("terminate called without an active exception").
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()
