@@ -106,7 +106,11 @@ class Settings:
         commands=_BOTH,
     )
     kept_gib: float = _setting(
-        0.0, "memory in GiB for states of prompts that were read before", low=0, high=1024, commands=_PLAN
+        1.0,
+        "memory in GiB for states of prompts and replies, so that what begins alike is not read again",
+        low=0,
+        high=1024,
+        commands=_BOTH,
     )
     guard_gib: float = _setting(
         0.25,

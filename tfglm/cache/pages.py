@@ -33,11 +33,15 @@ class PagePool:
 
 
 class Stream:
-    """The cached tokens of one conversation: their number and their pages. Ends with `close`."""
+    """The cached tokens of one conversation: their number and their pages. Ends with `close`.
+
+    lent: those of its pages that belong to someone else. They are read and never written, nor given to the pool.
+    """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.pages: list[int] = []
+        self.lent: set[int] = set()
         self.length = 0
         self.closed = False
 
@@ -57,10 +61,16 @@ class Stream:
         self.length = length
         self.release_spare()
 
+    def lend(self, pages: list[int]) -> None:
+        """Begin with pages that stay another's."""
+        self.pages += pages
+        self.lent.update(pages)
+
     def release_spare(self) -> None:
         """Give back the pages past the stream's length."""
         kept = pages_for(self.length)
-        self._pool.give(self.pages[kept:])
+        self._pool.give([page for page in self.pages[kept:] if page not in self.lent])
+        self.lent.difference_update(self.pages[kept:])
         del self.pages[kept:]
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tfglm.checkpoint.store import Checkpoint
     from tfglm.engine.drafting import Drafting
     from tfglm.engine.engine import Engine
+    from tfglm.engine.states import PromptStates
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.memory.guard import Guard, LowWater
     from tfglm.memory.plan import Plan
@@ -93,6 +94,7 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+    from tfglm.cache.kept import KeptStates
     from tfglm.checkpoint.config import GenerationDefaults
     from tfglm.engine.engine import Engine
     from tfglm.engine.tokenizer import Tokenizer
@@ -123,7 +125,8 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
             kv=settings.kv,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    engine = Engine(model, tokenizer, settings, eos, _drafting(kind, checkpoint, model, tokenizer, settings))
+    states = PromptStates(KeptStates(model.cache.pool, plan.kept_pages)) if plan.kept_pages else None
+    engine = Engine(model, tokenizer, settings, eos, _drafting(kind, checkpoint, model, tokenizer, settings), states)
     engine.start()
     started.append(engine)
     name = settings.served_name or path.resolve().name

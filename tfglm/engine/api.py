@@ -200,6 +200,7 @@ class Snapshot:
     """Window of one request in tokens."""
     kv_tokens_used: int
     kv_tokens_total: int
+    """Of what running requests and kept prompt states may use together."""
     prompt_tokens: int
     """Counted when a prompt has been read completely."""
     generation_tokens: int
@@ -211,6 +212,8 @@ class Snapshot:
     """Forwards that read a part of a prompt."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    kept_tokens: int = 0
+    """Of prompts and replies that are kept for others that begin alike."""
     drafts: tuple[DraftCount, ...] = ()
     """By source and slot."""
 

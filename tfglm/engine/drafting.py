@@ -43,12 +43,15 @@ class Drafting:
         )
 
     def start(self, reply: Reply) -> None:
-        """A reply left the queue; its prompt will be read from the start."""
+        """A reply left the queue; what its stream does not hold yet of its prompt will be read."""
         if self._speculator and reply.request.draft and reply.request.max_tokens > 2:
             sampling = reply.request.sampling
             lane = self._speculator.open(sampled=sampling.temperature > 0 and sampling.top_k != 1)
             if lane is not None:
                 self._lanes[reply] = lane
+                # A drafting model misses the rows that are not read again, and guesses from the rest of the prompt.
+                if lane.index:
+                    lane.index.read_prompt(reply.request.prompt[: reply.read])
 
     def read(self, reply: Reply, tokens: Sequence[int], passed: Passed) -> None:
         """A chunk of a reply's prompt went through the model."""

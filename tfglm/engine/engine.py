@@ -21,6 +21,7 @@ from tfglm.engine.model import Model
 from tfglm.engine.reply import Reply
 from tfglm.engine.round import decode, read_chunk
 from tfglm.engine.scheduler import Plan, Scheduler
+from tfglm.engine.states import PromptStates
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.errors import TfglmError
 from tfglm.models.window import Rows
@@ -46,9 +47,10 @@ class Engine:
         settings: Settings,
         eos_token_ids: Collection[int],
         drafting: Drafting | None = None,
+        states: PromptStates | None = None,
     ) -> None:
         """The window of one request is settings.context, or all that the model's cache holds if that is 0. Without
-        `drafting` every round gives one token."""
+        `drafting` every round gives one token, without `states` every prompt is read from its start."""
         pages = model.tokens_total // PAGE
         assistant = tokenizer.id_of(ASSISTANT)
         self._model = model
@@ -58,7 +60,8 @@ class Engine:
         self._eos = frozenset(eos_token_ids) | (frozenset() if assistant is None else {assistant})
         self._capacity = pages * PAGE
         self._context = min(settings.context or self._capacity, self._capacity)
-        self._scheduler = Scheduler(settings.parallel, settings.max_queued, pages)
+        self._states = states or PromptStates()
+        self._scheduler = Scheduler(settings.parallel, settings.max_queued, pages, self._states)
         self._replies: dict[str, Reply] = {}
         self._state: EngineState = "loading"
         self._changed = threading.Condition()
@@ -146,6 +149,7 @@ class Engine:
             context=self._context,
             kv_tokens_used=used,
             kv_tokens_total=self._capacity,
+            kept_tokens=self._states.pages * PAGE,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             iteration_tokens=self._iteration_tokens,
@@ -182,6 +186,7 @@ class Engine:
             self._admit(reply)
         sound = self._step(plan)
         for reply in [reply for reply in self._scheduler.running if reply.over]:
+            self._states.finished(reply)
             self._retire(reply)
         if not sound:
             self._probe()
@@ -189,7 +194,9 @@ class Engine:
 
     def _admit(self, reply: Reply) -> None:
         try:
-            reply.start(self._model.open_stream())
+            stream = self._model.open_stream()
+            self._states.begin(reply, stream)
+            reply.start(stream)
             self._drafting.start(reply)
         except Exception as error:
             log.exception("request %s: no stream could be opened", reply.request.id)
@@ -206,6 +213,7 @@ class Engine:
             if plan.prompt is not None:
                 rows = self._settings.prefill_rows
                 self._iteration_tokens += read_chunk(self._model, plan.prompt, rows, self._drafting)
+                self._states.read(plan.prompt)
                 self._chunks += 1
             else:
                 self._iteration_tokens += decode(self._model, replies, self._drafting)
@@ -237,6 +245,7 @@ class Engine:
             self._scheduler.remove(reply)
             self._replies.pop(reply.request.id, None)
         try:
+            self._states.end(reply)
             if reply.stream is not None:
                 reply.stream.close()
             self._drafting.close(reply)

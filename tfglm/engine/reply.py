@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
+from tfglm.cache.kept import Block
 from tfglm.cache.pages import Stream, pages_for
 from tfglm.engine.api import (
     Channel,
@@ -44,7 +45,9 @@ class Reply:
     A reply is over when `ended` or `failure` is set, or once its receiver raised or it was cancelled. As in vLLM, the
     eos token counts among the completion tokens and prints nothing; a stop token id likewise, unless the request wants
     the stop in its output. Below min_tokens neither of them can be drawn, and a stop string does not end the reply.
-    `pages` are the cache pages that the whole prompt and reply may come to need.
+    `pages` are the cache pages that the whole prompt and reply may come to need, `promised` those of them that are set
+    aside for this reply alone. `page_keys`: by which kept pages are found. `reused`: those found, until the stream has
+    them. `resumed`: the tokens they hold.
     """
 
     def __init__(
@@ -57,6 +60,10 @@ class Reply:
     ) -> None:
         self.request = request
         self.pages = pages_for(len(request.prompt) + request.max_tokens)
+        self.promised = 0
+        self.reused: list[Block] = []
+        self.page_keys: list[bytes] | None = None
+        self.resumed = 0
         self.tokens: list[int] = []
         self.read = 0
         self.stream: Stream | None = None
@@ -109,8 +116,10 @@ class Reply:
         return self.ended is not None or self.failure is not None or self.cancelled
 
     def start(self, stream: Stream) -> None:
-        """Leave the queue. What takes time for a long prompt is done here, not where the request was submitted."""
+        """Leave the queue with a stream that may hold the prompt's beginning. What takes time for a long prompt is done
+        here, not where the request was submitted."""
         self.stream = stream
+        self.read = self.resumed = stream.length
         self._started = time.monotonic()
         prompt, params = self.request.prompt, self.request.sampling
         self._seed = derived_seed(prompt, self._seed_salt) if params.seed is None else params.seed
@@ -220,6 +229,7 @@ class Reply:
             prompt_tokens=len(self.request.prompt),
             completion_tokens=len(self.tokens),
             reasoning_tokens=self._reasoning_tokens,
+            cached_tokens=self.resumed,
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
             drafts=self.draft_counts,

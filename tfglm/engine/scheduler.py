@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tfglm.engine.api import QueueFullError
 from tfglm.engine.reply import Reply
+from tfglm.engine.states import PromptStates
 
 RETRY_AFTER_S = 5
 
@@ -28,19 +29,25 @@ class Plan:
 class Scheduler:
     """First come, first served, into `parallel` lanes over a cache of `pages` pages.
 
-    A request is admitted once the pages of its whole prompt and reply are free, so that nothing runs out in the middle
-    of a reply; it is never overtaken by a smaller one. Prompt chunks and decode rounds take turns; several prompts are
-    read in turns too.
+    A request is admitted once the pages of its whole prompt and reply are free, less the kept ones it begins with, so
+    that nothing runs out in the middle of a reply; it is never overtaken by a smaller one. Prompt chunks and decode
+    rounds take turns; several prompts are read in turns too.
     """
 
-    def __init__(self, parallel: int, max_queued: int, pages: int) -> None:
+    def __init__(self, parallel: int, max_queued: int, pages: int, states: PromptStates) -> None:
         self.waiting: deque[Reply] = deque()
         self.running: list[Reply] = []
-        self.free_pages = pages
+        self._pages = pages
+        self._states = states
         self._parallel = parallel
         self._max_queued = max_queued
         self._withdrawn: list[Reply] = []
         self._read_last = False
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that are neither promised to a running reply nor kept."""
+        return self._pages - sum(reply.promised for reply in self.running) - self._states.pages
 
     @property
     def idle(self) -> bool:
@@ -70,9 +77,8 @@ class Scheduler:
         for reply in dropped:
             self.remove(reply)
         admitted = []
-        while self.waiting and len(self.running) < self._parallel and self.waiting[0].pages <= self.free_pages:
+        while self.waiting and len(self.running) < self._parallel and self._promise(self.waiting[0]):
             reply = self.waiting.popleft()
-            self.free_pages -= reply.pages
             self.running.append(reply)
             admitted.append(reply)
         decoding = [reply for reply in self.running if not reply.reading]
@@ -86,11 +92,21 @@ class Scheduler:
             decoding = []
         return Plan(dropped, admitted, prompt, decoding)
 
+    def _promise(self, reply: Reply) -> bool:
+        """Set aside what a reply needs beside the kept pages it begins with; others are dropped for it. False if there
+        is no room yet."""
+        self._states.find(reply)
+        reply.promised = reply.pages - len(reply.reused)
+        self._states.drop(reply.promised - self.free_pages)
+        if reply.promised <= self.free_pages:
+            return True
+        self._states.forget(reply)
+        return False
+
     def remove(self, reply: Reply) -> None:
         """Free the lane and the pages of a reply that runs; anything else is left alone."""
         if reply in self.running:
             self.running.remove(reply)
-            self.free_pages += reply.pages
 
     def clear(self) -> None:
         """Forget everyone."""

@@ -119,6 +119,7 @@ class _EngineCollector(Collector):
             ("vllm:num_requests_waiting", "Requests in the queue.", now.waiting),
             ("vllm:kv_cache_usage_perc", "Used part of the latent cache, 0 to 1.", used / total if total else 0.0),
             ("tfglm:kv_tokens_used", "Tokens in the latent cache.", used),
+            ("tfglm:kept_tokens", "Tokens of prompt states that are kept for later requests.", now.kept_tokens),
             ("tfglm:kv_tokens_total", "Capacity of the latent cache in tokens.", total),
             ("tfglm:step_age_seconds", "Age of the step in progress.", now.step_age_s),
             ("tfglm:ready", "1 when requests are taken.", float(now.state == "ready")),

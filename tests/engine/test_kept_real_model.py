@@ -1,0 +1,107 @@
+"""Resumed prompts over the real model, with its MTP layer drafting: the replies of a fresh engine, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import LIMIT, Receiver, ask
+
+from tfglm.cache.kept import KeptStates
+from tfglm.cache.pages import PAGE
+from tfglm.checkpoint.store import Checkpoint
+from tfglm.checkpoint.synth import write_checkpoint
+from tfglm.drafts.choose import load_drafter
+from tfglm.drafts.costs import Costs
+from tfglm.drafts.policy import Policy
+from tfglm.drafts.speculator import Speculator
+from tfglm.engine.api import GenerationRequest, SamplingParams
+from tfglm.engine.drafting import Drafting
+from tfglm.engine.engine import Engine
+from tfglm.engine.states import PromptStates
+from tfglm.engine.tokenizer import Tokenizer
+from tfglm.models.glm53 import Glm53, load_model
+from tfglm.settings import Settings
+
+TEXT = "A system prompt is read once and kept; whoever begins alike goes on from there. 日本語も同じ。 " * 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
+    path = tmp_path_factory.mktemp("kept") / "tiny"
+    write_checkpoint(path, "tiny", 5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with Checkpoint.open(path) as opened:
+        yield opened
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> Glm53:
+    return load_model(checkpoint, tokens=20 * PAGE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_folder(checkpoint.path)
+
+
+def engine_over(
+    model: Glm53, tokenizer: Tokenizer, kept: KeptStates | None, drafting: Drafting | None = None
+) -> Engine:
+    states = PromptStates(kept) if kept else None
+    engine = Engine(model, tokenizer, Settings(context=4 * PAGE, parallel=2), [0], drafting, states)
+    engine.start()
+    return engine
+
+
+def reply(engine: Engine, wanted: GenerationRequest) -> Receiver:
+    receiver = ask(engine, wanted)
+    assert receiver.finished
+    return receiver
+
+
+def end(engine: Engine) -> None:
+    assert engine.wait_idle(LIMIT) and engine.stop(LIMIT)
+
+
+def outcome(receiver: Receiver) -> tuple[object, ...]:
+    *rest, usage = receiver.outcome()
+    return *rest, replace(usage, cached_tokens=0)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_resumed_prompt_gives_the_reply_of_a_fresh_one(
+    drafted: bool, checkpoint: Checkpoint, model: Glm53, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(TEXT)
+    system = ids[: PAGE + 40]
+    wanted = [
+        GenerationRequest("a", ids[: 2 * PAGE + 1], SamplingParams(seed=1), max_tokens=12, logprobs=2),
+        GenerationRequest("b", [*system, *ids[7:90]], SamplingParams(temperature=0.0), max_tokens=12, logprobs=2),
+        GenerationRequest("c", [*system, *ids[100:130]], SamplingParams(seed=2), max_tokens=12, logprobs=2),
+        GenerationRequest("d", ids[: 2 * PAGE], SamplingParams(temperature=0.0), max_tokens=12, logprobs=2),
+    ]
+    alone = []
+    for one in wanted:
+        engine = engine_over(model, tokenizer, None)
+        alone.append(reply(engine, one))
+        end(engine)
+    drafting = None
+    if drafted:
+        drafter = load_drafter("mtp", checkpoint, model, Settings())
+        policy = Policy(Costs((1.0,) * 16))
+        drafting = Drafting(Speculator(drafter, policy, copy=True, vocab_size=tokenizer.vocab_size))
+    kept = KeptStates(model.cache.pool, 8)
+    engine = engine_over(model, tokenizer, kept, drafting)
+    resumed = [reply(engine, one) for one in wanted]
+    assert drafting is None or sum(one.finished.usage.drafted_tokens for one in resumed) > 0
+    end(engine)
+    assert [one.finished.usage.cached_tokens for one in resumed] == [0, PAGE, PAGE, PAGE]
+    assert [outcome(one) for one in resumed] == [outcome(one) for one in alone]
+    kept.drop(8)
+    assert model.tokens_free == model.tokens_total

@@ -1,0 +1,150 @@
+"""Pages of finished prompts and replies, kept for whoever begins with the same tokens.
+
+A page's key is a hash over its tokens and the key of the page before it, so equal keys mean equal text from the start.
+What a page holds depends on that text alone (the bits of a row depend on nothing else), so a prompt that resumes on
+kept pages goes on exactly as one that was read anew.
+
+A page of the pool has one owner: a stream, or this. Streams read kept pages that are lent to them; a page in use, or
+one that others follow, is not dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tfglm.cache.pages import PAGE, PagePool, Stream
+
+
+@dataclass(eq=False)
+class Block:
+    """A kept page. users: streams it is lent to, and whoever writes it away; followers: kept pages right after it."""
+
+    key: bytes
+    parent: Block | None
+    page: int
+    users: int = 0
+    followers: int = 0
+
+
+class KeptStates:
+    """At most `budget` pages, the least recently used dropped first. identity: of the model and all that decides the
+    bits of its cache; part of every key.
+
+    One thread at a time, but for `borrow` and `release`, which a writer of pages may call from its own.
+    """
+
+    def __init__(self, pool: PagePool, budget: int, identity: bytes = b"") -> None:
+        self.on_kept: Callable[[Block], None] = lambda block: None
+        """Called with every page that becomes kept."""
+        self._pool = pool
+        self._budget = budget
+        self._root = hashlib.blake2b(identity, digest_size=32).digest()
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
+        self._lent: dict[Stream, list[Block]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def pages(self) -> int:
+        """Pages that belong to no stream."""
+        return len(self._blocks)
+
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """The keys of the whole pages of a text."""
+        raw = np.asarray(tokens, "<u4").tobytes()
+        keys, key, size = [], self._root, 4 * PAGE
+        for start in range(0, len(raw) - size + 1, size):
+            key = hashlib.blake2b(raw[start : start + size], key=key, digest_size=32).digest()
+            keys.append(key)
+        return keys
+
+    def find(self, keys: Sequence[bytes]) -> list[Block]:
+        """The kept pages that a text begins with, held until they are released or lent."""
+        with self._lock:
+            found: list[Block] = []
+            for key in keys:
+                block = self._blocks.get(key)
+                if block is None:
+                    break
+                found.append(block)
+            for block in reversed(found):  # the end of a text is dropped before its beginning
+                self._blocks.move_to_end(block.key)
+                block.users += 1
+            return found
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        with self._lock:
+            for block in blocks:
+                block.users -= 1
+
+    def borrow(self, key: bytes) -> Block | None:
+        """A kept page, held until it is released; None if it was dropped."""
+        with self._lock:
+            block = self._blocks.get(key)
+            if block is not None:
+                block.users += 1
+            return block
+
+    def lend(self, stream: Stream, blocks: Sequence[Block]) -> None:
+        """Begin an empty stream with pages that `find` found."""
+        stream.lend([block.page for block in blocks])
+        stream.length = len(blocks) * PAGE
+        self._lent[stream] = list(blocks)
+
+    def keep(self, stream: Stream, keys: Sequence[bytes]) -> int:
+        """Take over a stream's first pages, whose keys these are, as far as the budget allows; the stream goes on to
+        read them. Returns how many pages changed hands."""
+        lent = self._lent.setdefault(stream, [])
+        parent: Block | None = None
+        kept: list[Block] = []
+        with self._lock:
+            for key, page in zip(keys, stream.pages, strict=False):
+                block = self._blocks.get(key)
+                if block is None:
+                    if not self._make_room(parent):
+                        break
+                    block = Block(key, parent, page, users=1)
+                    if parent is not None:
+                        parent.followers += 1
+                    self._blocks[key] = block
+                    stream.lent.add(page)
+                    lent.append(block)
+                    kept.append(block)
+                parent = block
+            for key in reversed([block.key for block in kept]):
+                self._blocks.move_to_end(key)
+        for block in kept:
+            self.on_kept(block)
+        return len(kept)
+
+    def part(self, stream: Stream) -> None:
+        """A stream is about to close: it no longer reads what was lent to it."""
+        self.release(self._lent.pop(stream, ()))
+
+    def drop(self, pages: int) -> int:
+        """Give up to `pages` pages back to the pool; returns how many."""
+        with self._lock:
+            return sum(self._drop_one(None) for _ in range(pages))
+
+    def _make_room(self, spare: Block | None) -> bool:
+        """Whether one page more fits the budget, after dropping what has to go but `spare`, which it will follow."""
+        while len(self._blocks) >= self._budget:
+            if not self._drop_one(spare):
+                return False
+        return True
+
+    def _drop_one(self, spare: Block | None) -> bool:
+        """Drop the least recently used page that nobody reads and nothing follows."""
+        for key, block in self._blocks.items():
+            if not block.users and not block.followers and block is not spare:
+                del self._blocks[key]
+                if block.parent is not None:
+                    block.parent.followers -= 1
+                self._pool.give([block.page])
+                return True
+        return False

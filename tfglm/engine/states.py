@@ -1,0 +1,62 @@
+"""Prompt states that outlive their requests: what a new prompt need not read again, and what of a reply is kept."""
+
+from __future__ import annotations
+
+from tfglm.cache.kept import KeptStates
+from tfglm.cache.pages import PAGE, Stream
+from tfglm.engine.reply import Reply
+
+
+class PromptStates:
+    """Without `kept` nothing is kept and every prompt is read from its start. Used by the engine's thread alone."""
+
+    def __init__(self, kept: KeptStates | None = None) -> None:
+        self._kept = kept
+
+    @property
+    def pages(self) -> int:
+        """Pages that are kept, whether a reply reads them or not."""
+        return self._kept.pages if self._kept else 0
+
+    def find(self, reply: Reply) -> None:
+        """Hold the kept pages that a waiting reply's prompt begins with. Its last token is always read: the logits that
+        follow it are not kept. Neither are those that prompt_logprobs asks for, so such a prompt is read whole."""
+        if self._kept and reply.request.prompt_logprobs is None:
+            if reply.page_keys is None:
+                reply.page_keys = self._kept.keys(reply.request.prompt[:-1])
+            reply.reused = self._kept.find(reply.page_keys)
+
+    def forget(self, reply: Reply) -> None:
+        """Let go of what `find` holds."""
+        if self._kept:
+            self._kept.release(reply.reused)
+        reply.reused = []
+
+    def drop(self, pages: int) -> None:
+        """Make room for a reply: give up to `pages` kept pages to the pool."""
+        if self._kept:
+            self._kept.drop(pages)
+
+    def begin(self, reply: Reply, stream: Stream) -> None:
+        """Put the pages that `find` holds at the start of an empty stream."""
+        if self._kept and reply.reused:
+            self._kept.lend(stream, reply.reused)
+            reply.reused = []
+
+    def read(self, reply: Reply) -> None:
+        """A part of a prompt was read: keep its whole pages, so that others share them at once."""
+        if self._kept and reply.stream is not None:
+            keys = self._kept.keys(reply.request.prompt) if reply.page_keys is None else reply.page_keys
+            reply.promised -= self._kept.keep(reply.stream, keys[: reply.read // PAGE])
+
+    def finished(self, reply: Reply) -> None:
+        """A reply is over and still holds its promise of pages: keep the whole pages of prompt and reply."""
+        if self._kept and reply.stream is not None and reply.failure is None:
+            text = [*reply.request.prompt, *reply.tokens][: min(reply.cached, reply.stream.length)]
+            reply.promised -= self._kept.keep(reply.stream, self._kept.keys(text))
+
+    def end(self, reply: Reply) -> None:
+        """A reply's stream is about to close."""
+        self.forget(reply)
+        if self._kept and reply.stream is not None:
+            self._kept.part(reply.stream)
