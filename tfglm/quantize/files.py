@@ -39,6 +39,8 @@ class Manifest:
     def open(cls, folder: Path, job: str) -> Manifest:
         """The manifest of an earlier run of the same job, or an empty one in a new or empty folder.
 
+        Temporary files that a killed run left are removed.
+
         Raises CheckpointError for a folder that holds something else.
         """
         path = folder / MANIFEST_FILE
@@ -47,6 +49,9 @@ class Manifest:
                 raise CheckpointError(f"{folder} is not empty and holds no {MANIFEST_FILE}; choose another folder")
             folder.mkdir(parents=True, exist_ok=True)
             return cls(folder, job)
+        for entry in folder.iterdir():
+            if _is_temporary(entry):
+                entry.unlink()
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["job"] != job:
             raise ConfigError(

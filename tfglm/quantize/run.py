@@ -111,6 +111,8 @@ class _Run:
     def layers(self) -> None:
         for number, layer in self._each_layer():
             inputs = self._walk.attention(layer)
+            if not bool(torch.isfinite(inputs).all()):
+                raise CheckpointError(f"{self._checkpoint.path}: the rows that enter layer {number} are not finite")
             name = _layer_file(number)
             if isinstance(layer.ffn, MoeWeights):
                 self._walk.add(self._sparse_layer(number, layer.ffn, inputs))
