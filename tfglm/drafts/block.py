@@ -40,17 +40,21 @@ class BlockModel:
         self, config: BlockConfig, tensors: Tensors, embed: torch.Tensor, ops: Ops, dtype: torch.dtype
     ) -> None:
         self.config = config
-        self.tensors = {
-            name: tensor if name.startswith(HOST_TABLES) else tensor.to(embed.device)
-            for name, tensor in tensors.items()
-        }
         self._device = embed.device
+        self.tensors = {
+            name: tensor if name.startswith(HOST_TABLES) else self._placed(tensor) for name, tensor in tensors.items()
+        }
         self._embed = embed
         self._ops = ops
         self._dtype = dtype
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=self._device) / config.head_dim
         self._frequencies = 1.0 / config.rope_theta**half
         self._vectors = {name: tensor.float() for name, tensor in self.tensors.items() if tensor.dim() == 1}
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where it is multiplied; a GPU's linears take bfloat16."""
+        as_stored = self._device.type == "cpu" or tensor.dim() == 1
+        return tensor.to(self._device, tensor.dtype if as_stored else torch.bfloat16)
 
     def open(self) -> BlockContext:
         config = self.config

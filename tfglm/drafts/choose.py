@@ -34,8 +34,7 @@ def load_drafter(kind: str, checkpoint: Checkpoint, model: Glm53, settings: Sett
     """The drafter of a kind from `drafter_kind`, None for "none". Says in the log what a drafter's licence forbids.
     Raises CheckpointError for files that do not hold it."""
     if kind == "mtp":
-        weights = load_mtp(model.weights, model.config, CheckpointSource(checkpoint))
-        return MtpDrafter(Mtp(model, weights, settings.kv))
+        return MtpDrafter(_load_mtp(checkpoint, model, settings.kv))
     if kind == "none":
         return None
     folder = Path(settings.drafter_path)
@@ -46,6 +45,17 @@ def load_drafter(kind: str, checkpoint: Checkpoint, model: Glm53, settings: Sett
         return DSparkDrafter(backbone, model.weights.head, model.ops)
     log.warning(DFLASH2_LICENCE)
     return DFlash2Drafter(backbone, model.weights.head, model.ops)
+
+
+def _load_mtp(checkpoint: Checkpoint, model: Glm53, kv: str) -> Mtp:
+    source = CheckpointSource(checkpoint)
+    if model.weights.embed.is_cuda:
+        from tfglm.models.glm53_cuda import CudaGlm53
+        from tfglm.models.mtp_cuda import load_mtp_cuda
+
+        assert isinstance(model, CudaGlm53)
+        return load_mtp_cuda(model, source)
+    return Mtp(model, load_mtp(model.weights, model.config, source), kv)
 
 
 def measured_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -> Costs:

@@ -21,7 +21,7 @@ from tfglm.checkpoint.names import layer_prefix
 from tfglm.models import mla, moe
 from tfglm.models.glm53 import Glm53
 from tfglm.models.source import Read, RenamedSource, Source, as_source
-from tfglm.models.weights import ModelWeights, load_weights
+from tfglm.models.weights import ModelWeights, load_layer
 from tfglm.models.window import LaidOut, Rows, check, lay_out, reserve
 from tfglm.ops.base import Selection
 from tfglm.ops.exl3_weights import Weight
@@ -51,15 +51,14 @@ class MtpStep:
 def load_mtp(trunk: ModelWeights, config: ModelConfig, source: Source | Read) -> MtpWeights:
     """The MTP layer, number num_hidden_layers, of a checkpoint whose trunk is loaded."""
     prefix, source = layer_prefix(config.num_hidden_layers), as_source(source)
-
-    def rename(name: str) -> str:
-        if name == "model.norm.weight":
-            return f"{prefix}.shared_head.norm.weight"
-        return name.replace(f"{layer_prefix(0)}.", f"{prefix}.", 1)
-
-    held = {"model.embed_tokens": trunk.embed, "lm_head": trunk.head}
+    renamed = RenamedSource(source, lambda name: name.replace(layer_prefix(0), prefix, 1), {})
     return MtpWeights(
-        layer=load_weights(_alone(config), RenamedSource(source, rename, held)),
+        layer=ModelWeights(
+            embed=trunk.embed,
+            layers=(load_layer(alone(config), renamed, 0),),
+            norm=source.tensor(f"{prefix}.shared_head.norm.weight").float(),
+            head=trunk.head,
+        ),
         enorm=source.tensor(f"{prefix}.enorm.weight").float(),
         hnorm=source.tensor(f"{prefix}.hnorm.weight").float(),
         eh_proj=source.linear(f"{prefix}.eh_proj"),
@@ -76,13 +75,16 @@ class Mtp:
     def __init__(self, model: Glm53, weights: MtpWeights, kv: str = "bf16") -> None:
         self.config = model.config
         self.weights = weights
-        self.cache = LatentCache(_alone(model.config), model.tokens_total, kv)
+        self.cache = self._new_cache(model, kv)
         self._ops = model.ops
         self._frequencies = model.frequencies
         [layer] = weights.layer.layers
         # A layer without an indexer takes the selection it is given: how a chain keeps its first step's list.
         self._full = layer.attention
         self._shared = dataclasses.replace(layer.attention, indexer=None)
+
+    def _new_cache(self, model: Glm53, kv: str) -> LatentCache:
+        return LatentCache(alone(model.config), model.tokens_total, kv)
 
     def open_stream(self) -> Stream:
         return Stream(self.cache.pool)
@@ -132,7 +134,7 @@ class Mtp:
         )
 
 
-def _alone(config: ModelConfig) -> ModelConfig:
+def alone(config: ModelConfig) -> ModelConfig:
     """The MTP layer as a model of one layer: always sparse, with an indexer of its own."""
     return dataclasses.replace(config, num_hidden_layers=1, indexer_types=("full",), mlp_layer_types=("sparse",))
 
