@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tfglm.checkpoint.store import Checkpoint
     from tfglm.engine.drafting import Drafting
     from tfglm.engine.engine import Engine
-    from tfglm.engine.states import PromptStates
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.memory.guard import Guard, LowWater
     from tfglm.memory.plan import Plan
@@ -97,6 +96,7 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     from tfglm.cache.kept import KeptStates
     from tfglm.checkpoint.config import GenerationDefaults
     from tfglm.engine.engine import Engine
+    from tfglm.engine.states import PromptStates
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.errors import CheckpointError
     from tfglm.models.glm53 import load_model
