@@ -120,9 +120,13 @@ def test_linear(
     close(ops.linear(x, weight), exact(x) @ exact(weight).T)
 
 
+def test_linear_of_no_rows(ops: ReferenceOps) -> None:
+    assert ops.linear(torch.empty(0, 30), torch.ones(5, 30)).shape == (0, 5)
+
+
 def test_linear_in_blocks(random: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight wider than a block, with a last block narrower than the smallest product."""
-    monkeypatch.setattr("tfglm.ops.rows._BLOCK_ELEMENTS", 32 * 20)
+    monkeypatch.setattr("tfglm.ops.rows._PIECE_ELEMENTS", 32 * 20)
     x, weight = tensor(random.normal(size=(9, 20))), tensor(random.normal(size=(3 * 32 + 5, 20)))
     close(ReferenceOps().linear(x, weight), exact(x) @ exact(weight).T)
 

@@ -1,13 +1,13 @@
 """Arithmetic on a CPU whose result for a row is a function of that row alone, bit for bit.
 
-A BLAS picks its kernel, and so the order of its sums, by the shape of the product; a row multiplied alone, in a
-window of nine or in a prompt chunk then differs in the last bits, and a drafted reply may differ from a serial one.
-Hence:
+A BLAS picks its kernel, and so the order of its sums, by the shape of the product and by how it is shared between
+threads; a row multiplied alone, in a window of nine or in a prompt chunk then differs in the last bits, and a drafted
+reply may differ from a serial one. Hence:
 
-- `linear` and `grouped` always multiply tiles of exactly TILE rows, zero-padded. One shape, one kernel.
-- `batched` multiplies matrices that belong to one row each; a batch of one is padded to two, because BLAS libraries
-  treat a single product apart and a larger batch not.
-- A product with fewer than MIN_COLUMNS columns is widened: below that, kernels differ by the row's place in the tile.
+- Weights are multiplied in blocks of fixed size: TILE rows, zero-padded, by so many columns. One shape, one kernel.
+- Blocks go to the BLAS as a batch of at least as many products as there are threads, so that none is shared between
+  threads; and of two at least, because a single product is treated apart.
+- A block has MIN_COLUMNS columns at least: below that, kernels differ by the row's place in the tile.
 - sigmoid and silu are composed of exp, + and /: torch's own treat the last elements of a tensor apart, its exp does
   not.
 
@@ -32,8 +32,9 @@ RowFunction = Callable[[torch.Tensor], torch.Tensor]
 TILE = 8
 """Rows a product: a decode window wastes at most seven, and prompts lose little against wider tiles."""
 MIN_COLUMNS = 16
-_BLOCK_ELEMENTS = 1 << 22
-"""Weights become float32 in blocks of at most this many elements (16 MiB), which the allocator can use again."""
+_MAX_COLUMNS = 128
+_PIECE_ELEMENTS = 1 << 22
+"""Weights become float32 in pieces of about this many elements (16 MiB), which the allocator can use again."""
 _TRIAL_WORK = 1 << 26
 """Multiplications a trial may take, where the fewest rows that show anything do not need more."""
 
@@ -58,17 +59,18 @@ class Shapes:
 
 
 class Rows:
-    """Row-invariant products and functions of float32 rows. alone: every row by itself instead of in tiles."""
+    """Row-invariant products and functions of float32 rows, for the number of threads set when it is made.
+
+    alone: every row by itself instead of in tiles.
+    """
 
     def __init__(self, *, alone: bool = False) -> None:
         self.alone = alone
+        self.batch = max(2, torch.get_num_threads())
 
     @classmethod
     def verified(cls, shapes: Shapes) -> Rows:
-        """Rows in tiles if this machine's kernels keep the promise for `shapes`, else alone, with a warning.
-
-        The answer holds for the number of threads set at the time of the call.
-        """
+        """Rows in tiles if this machine's kernels keep the promise for `shapes`, else alone, with a warning."""
         broken = broken_shapes(cls(), shapes)
         if not broken:
             return cls()
@@ -82,30 +84,31 @@ class Rows:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [R, inputs] times weight [outputs, inputs] of any float dtype, transposed: [R, outputs]."""
-        tiles, block = self._tiles(x), _block_rows(weight.shape[1])
-        if weight.shape[0] <= block:
-            product = self._tile_products(tiles, weight)
-        else:
-            product = torch.cat([self._tile_products(tiles, part) for part in weight.split(block)], dim=2)
-        return product.flatten(0, 1)[: x.shape[0], : weight.shape[0]]
+        outputs, inputs = weight.shape
+        if not len(x):
+            return x.new_empty(0, outputs)
+        tiles, columns = self._tiles(x), self._block_columns(outputs)
+        piece = max(1, _PIECE_ELEMENTS // (columns * inputs)) * columns
+        pieces = weight.split(piece) if outputs > piece else (weight,)
+        products = [self._tiles_by_blocks(tiles, _blocks(part, columns)) for part in pieces]
+        return (products[0] if len(products) == 1 else torch.cat(products, dim=1))[: x.shape[0], :outputs]
 
     def grouped(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [R, groups, inputs] times the group's own weight [groups, outputs, inputs]: [R, groups, outputs]."""
         rows, groups, inputs = x.shape
-        matrices = _widened(weight.float()).transpose(1, 2)
-        tiles = self._tiles(x.reshape(rows, -1))
-        tiles = tiles.view(*tiles.shape[:2], groups, inputs).transpose(1, 2).contiguous()
-        products = [torch.bmm(tile, matrices).transpose(0, 1) for tile in tiles]
-        product = products[0] if len(products) == 1 else torch.cat(products)
-        return product[:rows, :, : weight.shape[1]]
+        outputs = weight.shape[1]
+        blocks = _blocks(weight, self._block_columns(outputs))
+        matrices = blocks.flatten(0, 1).transpose(1, 2)  # [groups * blocks, inputs, columns]
+        products = []
+        for tile in self._tiles(x.reshape(rows, -1)):
+            own = tile.view(-1, groups, 1, inputs).permute(1, 2, 0, 3).expand(-1, blocks.shape[1], -1, -1)
+            product = self._products(own.flatten(0, 1), matrices)  # [groups * blocks, rows of a tile, columns]
+            products.append(product.unflatten(0, (groups, -1)).permute(2, 0, 1, 3).flatten(2))
+        return (products[0] if len(products) == 1 else torch.cat(products))[:rows, :, :outputs]
 
     def batched(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """a [R, M, K] times b [R, K, N], each of the R products belonging to one row of the window."""
-        if self.alone:
-            return torch.stack([torch.mm(x, y) for x, y in zip(a, b, strict=True)])
-        if a.shape[0] == 1:
-            return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
-        return torch.bmm(a, b)
+        return self._products(a, b)
 
     def each(self, function: RowFunction, x: torch.Tensor) -> torch.Tensor:
         """function of x [R, ...], which treats rows apart and keeps their number."""
@@ -126,19 +129,38 @@ class Rows:
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         return self.each(lambda part: layer_norm(part, x.shape[-1:], weight, bias, eps), x)
 
+    def _products(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """a [B, M, K] times b [B, K, N]: B products, each with the same bits however many there are."""
+        if self.alone:
+            return torch.stack([torch.mm(x, y) for x, y in zip(a, b, strict=True)])
+        count = a.shape[0]
+        if count == 1:
+            a, b = a.expand(self.batch, -1, -1), b.expand(self.batch, -1, -1)
+        elif count < self.batch:
+            spare = (0, 0, 0, 0, 0, self.batch - count)
+            a, b = torch.constant_pad_nd(a, spare), torch.constant_pad_nd(b, spare)
+        return torch.bmm(a, b)[:count]
+
     def _tiles(self, x: torch.Tensor) -> torch.Tensor:
         """x [R, K] as [tiles, TILE, K], zero rows at the end; alone: [R, 1, K]."""
         tile = 1 if self.alone else TILE
         return torch.constant_pad_nd(x, (0, 0, 0, -x.shape[0] % tile)).view(-1, tile, x.shape[1])
 
-    def _tile_products(self, tiles: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[tiles, rows, K] times [N, K] transposed. Two and more tiles go as a batch: same bits, better threaded."""
-        matrix = _widened(weight.float()).t()
-        if tiles.shape[0] == 1:
-            return torch.mm(tiles[0], matrix)[None]
-        if self.alone:
-            return torch.stack([torch.mm(tile, matrix) for tile in tiles])
-        return torch.bmm(tiles, matrix.expand(tiles.shape[0], -1, -1))
+    def _block_columns(self, outputs: int) -> int:
+        """How many columns of a weight go into a block: so few that every thread gets one, if there are that many."""
+        share = -(-outputs // self.batch)
+        return min(_MAX_COLUMNS, -(-share // MIN_COLUMNS) * MIN_COLUMNS)
+
+    def _tiles_by_blocks(self, tiles: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """tiles [T, rows, K] times blocks [B, columns, K] transposed: [T * rows, B * columns]."""
+        matrices = blocks.transpose(1, 2)
+        if tiles.shape[0] < blocks.shape[0]:
+            by_tile = [self._products(tile.expand(blocks.shape[0], -1, -1), matrices) for tile in tiles]
+            product = torch.stack(by_tile)
+        else:
+            by_block = [self._products(tiles, matrix.expand(tiles.shape[0], -1, -1)) for matrix in matrices]
+            product = torch.stack(by_block, dim=1)
+        return product.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def broken_shapes(rows: Rows, shapes: Shapes) -> list[str]:
@@ -148,10 +170,14 @@ def broken_shapes(rows: Rows, shapes: Shapes) -> list[str]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random)
 
+    def capped(linears: frozenset[tuple[int, int]]) -> list[tuple[int, int]]:
+        """A wide weight is multiplied in the same blocks as one that has just enough of them for every thread."""
+        return sorted({(k, min(n, _MAX_COLUMNS * rows.batch)) for k, n in linears})
+
     trials: list[_Trial] = []
-    for k, n in sorted(_blocks(shapes.linears)):
+    for k, n in capped(shapes.linears):
         trials.append(_Trial(f"a linear {k} -> {n}", partial(rows.linear, weight=normal(n, k)), normal(k), k * n))
-    for k, n in sorted(shapes.experts):
+    for k, n in capped(shapes.experts):
         trials.append(_Trial(f"experts {k} -> {n}", partial(_in_groups, rows, normal(n, k)), normal(k), 4 * k * n))
     for g, k, n in sorted(shapes.groups):
         heads = partial(rows.grouped, weight=normal(g, n, k))
@@ -215,20 +241,10 @@ def _one_matrix(rows: Rows, matrix: torch.Tensor, x: torch.Tensor) -> torch.Tens
     return rows.batched(x, matrix.expand(x.shape[0], -1, -1))
 
 
-def _block_rows(inputs: int) -> int:
-    return max(1, _BLOCK_ELEMENTS // inputs // MIN_COLUMNS) * MIN_COLUMNS
-
-
-def _blocks(linears: frozenset[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The products that `Rows.linear` makes of these weights."""
-    blocks = set()
-    for inputs, outputs in linears:
-        parts = torch.empty(outputs, inputs, device="meta").split(_block_rows(inputs))
-        blocks |= {(inputs, parts[0].shape[0]), (inputs, parts[-1].shape[0])}
-    return blocks
-
-
-def _widened(weight: torch.Tensor) -> torch.Tensor:
-    """weight [..., outputs, inputs] with zero rows up to MIN_COLUMNS outputs."""
-    missing = MIN_COLUMNS - weight.shape[-2]
-    return weight if missing <= 0 else torch.constant_pad_nd(weight, (0, 0, 0, missing))
+def _blocks(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """weight [..., outputs, inputs] as float32 [..., blocks, columns, inputs], zero rows at the end."""
+    outputs = weight.shape[-2]
+    weight = weight.contiguous().float()
+    if outputs % columns:
+        weight = torch.constant_pad_nd(weight, (0, 0, 0, -outputs % columns))
+    return weight.unflatten(-2, (-1, columns))
