@@ -1,6 +1,6 @@
 """What drafting costs the host in a round, and what it gains with drafts of a set acceptance. No model, no accelerator.
 
-    python benchmarks/drafts_host.py --out benchmarks/results/drafts_host_cpu.json
+    PYTHONPATH=. python benchmarks/drafts_host.py --out benchmarks/results/drafts_host_cpu.json
 
 The engine serves greedy replies of a known text at GLM-5.3's vocabulary of 154,880; a stand-in for the model answers at
 once, and an oracle drafts 8 tokens of which each is right with the set probability. Time in the model is taken off what
