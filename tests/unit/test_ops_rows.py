@@ -46,11 +46,11 @@ def test_rows_alone_keep_the_promise(threads: int) -> None:
     assert broken_shapes(Rows(alone=True), shapes) == []
 
 
-class Untiled(Rows):
-    """What most programs do: one product for whatever rows there are."""
+class ByShape(Rows):
+    """A kernel that adds in another order for one row than for several, as ordinary ones do."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x @ weight.float().t()
+        return super().linear(x.flip(1), weight.flip(1)) if len(x) > 1 else super().linear(x, weight)
 
 
 class PlaceDependent(Rows):
@@ -88,14 +88,14 @@ class WholeWindowScale(Rows):
         return x / x.abs().max() * weight
 
 
-@pytest.mark.parametrize("kind", [Untiled, PlaceDependent, CoarseLastSilu, CoarseLastCosine, WholeWindowScale])
+@pytest.mark.parametrize("kind", [ByShape, PlaceDependent, CoarseLastSilu, CoarseLastCosine, WholeWindowScale])
 def test_broken_arithmetic_is_found(kind: type[Rows]) -> None:
     assert broken_shapes(kind(), SHAPES) != []
 
 
 def test_verified_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert Untiled.verified(SHAPES).alone
+        assert ByShape.verified(SHAPES).alone
     [record] = caplog.records
     assert record.message.startswith("W_ROWS: ") and "a linear" in record.message
 
