@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import tokenizers
@@ -83,6 +85,20 @@ def test_an_id_out_of_range_is_named(token_id: int) -> None:
 def test_threads_encode_the_same(samples: list[str]) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(OURS.encode, samples * 5)) == [OURS.encode(sample) for sample in samples] * 5
+
+
+def test_long_text_lets_other_threads_run() -> None:
+    """Else a prompt of megabytes stops every stream and the engine until it is tokenised."""
+    ids: list[int] = []
+    long = "hello " * 300_000
+    reader = Thread(target=lambda: ids.extend(OURS.encode(long)))
+    turns = 0
+    reader.start()
+    while reader.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert OURS.decode(ids) == long
+    assert turns > 20
 
 
 def broken(folder: Path, change: str) -> None:

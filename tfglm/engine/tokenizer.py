@@ -63,12 +63,14 @@ class Tokenizer:
 
         Lone surrogates, which no encoding can carry, become U+FFFD.
         """
+        # Of the library's calls only those for batches let other threads run: 20 MB of text take seconds, in which no
+        # reply would go on.
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except TypeError:
             clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            encoding = self._tokenizer.encode(clean, add_special_tokens=False)
-        ids: list[int] = encoding.ids
+            encodings = self._tokenizer.encode_batch_fast([clean], add_special_tokens=False)
+        ids: list[int] = encodings[0].ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
