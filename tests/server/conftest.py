@@ -16,8 +16,8 @@ from scripted import CONTEXT, MODEL, Api, FakeEngine
 
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.engine.tokenizer import Tokenizer
-from tfglm.server.app import make_app
 from tfglm.server.info import ModelInfo
+from tfglm.server.run import make_runner
 from tfglm.server.state import Served, ServerState
 from tfglm.server.template import ChatTemplate
 from tfglm.settings import Settings
@@ -53,7 +53,7 @@ async def make_api(tokenizer: Tokenizer, template: ChatTemplate) -> AsyncIterato
         state = ServerState(replace(Settings(), **settings))
         if loaded:
             state.open(Served(engine, tokenizer, template, ModelInfo(MODEL, CONTEXT)))
-        runner = web.AppRunner(make_app(state), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        runner = make_runner(state, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

@@ -118,6 +118,21 @@ async def test_two_lengths_are_refused_and_the_connection_closed(make_api):
     assert answer.count(b"HTTP/1.") == 1 and not api.engine.requests
 
 
+async def test_what_is_no_http_leaves_no_traceback(make_api, caplog):
+    """The client is told; the log of a server that anybody may knock at stays readable."""
+    api = await make_api()
+    packed = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
+    packed += "Connection: close\r\nContent-Length: 5\r\n\r\nabcde"
+    for request, status in (
+        (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 500 + b"\r\n", b"400"),
+        (packed.encode(), b"415"),
+    ):
+        assert (await raw(api, request)).split()[1] == status
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_the_limit_of_a_body(make_api, chunked):
     api = await make_api(body_mib=1)

@@ -116,6 +116,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"enable_thinking": 1}, "enable_thinking"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"draft": 0}, "draft"),
+    ({"stop": ["a", "b" * 10_001]}, "stop[1]"),
+    ({"stop_token_ids": list(range(1025)), "min_tokens": 1}, "stop_token_ids"),
     ({"ignore_eos": "true"}, "ignore_eos"),
 ]  # fmt: skip
 

@@ -63,6 +63,12 @@ def test_a_port_in_use_is_found_before_anything_else():
     bind(replace(settings(), port=port)).close()
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 300, "\udcff"])
+def test_a_host_that_no_machine_can_have(host):
+    with pytest.raises(PortError, match=r"--host '.*' cannot be the name of a machine; try 127\.0\.0\.1"):
+        bind(settings(host=host))
+
+
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
 def test_an_address_that_is_not_ours(host):
     with pytest.raises(PortError, match=host.replace(".", r"\.")):

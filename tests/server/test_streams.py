@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from aiohttp import ClientConnectionResetError, ClientError, web
 from scripted import MODEL, finished
 
 from tfglm.engine.api import Delta, Progress, Started
@@ -78,6 +79,21 @@ async def test_leaving_cancels(make_api, gate, streamed, said):
     assert await until(lambda: not api.state.live)
     async with api.session.get(api.url + "/metrics") as response:
         assert f'tfglm:client_disconnections_total{{model_name="{MODEL}"}} 1.0' in await response.text()
+
+
+async def test_leaving_before_the_first_byte_is_no_mistake_of_the_server(make_api, monkeypatch, caplog):
+    api = await make_api()
+
+    async def gone(self: Any, request: Any) -> None:
+        raise ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", gone)
+    with pytest.raises(ClientError):
+        await open_stream(api)
+    assert await until(lambda: not api.state.live)
+    (cancelled,) = api.engine.cancelled.values()
+    assert await until(cancelled.is_set)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_finished_reply_cancels_nothing(make_api):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from tfglm.errors import PortError
 from tfglm.server.app import make_app
@@ -52,6 +53,8 @@ def bind(settings: Settings) -> Listener:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise PortError(f"--host {host} is not an address of this machine ({error.strerror}); try 127.0.0.1") from None
+    except UnicodeError:
+        raise PortError(f"--host {host!a} cannot be the name of a machine; try 127.0.0.1") from None
     addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
     sockets: list[socket.socket] = []
     for family, address in addresses:
@@ -90,13 +93,29 @@ def serve(
     asyncio.run(_serve(listener, settings, load, ready))
 
 
+def make_runner(state: ServerState, shutdown_timeout: float) -> web.AppRunner:
+    """The application behind aiohttp's server. Compressed bodies are refused, so nothing is unpacked either."""
+    logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
+    return web.AppRunner(
+        make_app(state),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=shutdown_timeout,
+        auto_decompress=False,
+    )
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """False for what is not HTTP: the client was told, and a traceback for each would let anyone fill the log."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
 async def _serve(
     listener: Listener, settings: Settings, load: Callable[[], Served], ready: Callable[[Served, str], None]
 ) -> None:
     state = ServerState(settings)
-    runner = web.AppRunner(
-        make_app(state), handler_cancellation=True, access_log=None, shutdown_timeout=FAREWELL_SECONDS
-    )
+    runner = make_runner(state, FAREWELL_SECONDS)
     await runner.setup()
     stop = _stop_on_signals()
     try:

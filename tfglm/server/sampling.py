@@ -13,6 +13,8 @@ from tfglm.server.jsontext import kind_of, shown
 from tfglm.server.schemas import ReplyFields
 
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 10_000
+"""Of one stop string: the engine prepares them where requests are submitted, in time that grows with their length."""
 
 
 def check_model(name: str | None, info: ModelInfo) -> None:
@@ -66,6 +68,10 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
             raise invalid(f"stop[{i}]", f"stop[{i}] must be a string, not {kind_of(text)}")
         if not text:
             raise invalid(f"stop[{i}]", f"stop[{i}] is empty; every reply would end at once")
+        if len(text) > MAX_STOP_CHARACTERS:
+            raise invalid(
+                f"stop[{i}]", f"stop[{i}] has {len(text)} characters; at most {MAX_STOP_CHARACTERS} are accepted"
+            )
     return tuple(stops)
 
 

@@ -11,6 +11,8 @@ from tfglm.server.errors import ApiError, invalid, unsupported
 from tfglm.server.jsontext import shown
 
 INT64 = 2**63
+MAX_STOP_TOKEN_IDS = 1024
+"""Below every vocabulary's size: with min_tokens they are forbidden, and something must be left to draw."""
 
 
 def _integral(value: object) -> object:
@@ -86,7 +88,7 @@ class ReplyFields(Body):
     seed: Int | None = None
     n: Annotated[Int, Field(ge=1)] | None = None
     stop: Any = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: Annotated[list[Int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: Flag | None = None
     ignore_eos: Flag | None = None
     stream: Flag | None = None

@@ -49,9 +49,9 @@ async def stream_reply(
 ) -> web.StreamResponse:
     """Writes the whole reply. Leaves early, with the generation unfinished, when the client goes or stops reading."""
     response = web.StreamResponse(headers=HEADERS)
-    await response.prepare(request)
     silent_since = time.monotonic()
     try:
+        await response.prepare(request)
         await _write(response, encoder.opening())
         while not generation.ended:
             rest = silent_since + keepalive_s - time.monotonic() if keepalive_s else None
