@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,6 +99,22 @@ def test_a_signal_while_loading_is_an_orderly_end(folder: Path) -> None:
         server.send(signal.SIGTERM)
         assert server.ended() == 0
         assert not any("terminate called" in line for line in server.lines)
+
+
+def test_stdout_that_nobody_reads_is_no_reason_to_stop(folder: Path) -> None:
+    """The line with the address cannot be written; requests are served all the same, and the end is in order."""
+    port = bind(Settings(port=0))
+    url = port.url
+    port.close()
+    flags = ("--port", url.rpartition(":")[2], "--threads", "1", "--context", "256", "--parallel", "1")
+    script = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from tfglm.cli.main import entry; entry()"
+    with ServerProcess("-c", script, "serve", folder, *flags) as server:
+        server.wait_for("stdout cannot be written (.*)")
+        with urllib.request.urlopen(url + "/v1/models", timeout=30) as response:
+            assert response.status == 200
+        server.send(signal.SIGTERM)
+        assert server.ended() == 0
+        assert not any("Traceback" in line or "Exception" in line for line in server.lines), server.lines
 
 
 def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
