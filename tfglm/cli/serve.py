@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tfglm.checkpoint.store import Checkpoint
     from tfglm.engine.drafting import Drafting
     from tfglm.engine.engine import Engine
-    from tfglm.engine.states import PromptStates
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.memory.guard import Guard, LowWater
     from tfglm.memory.plan import Plan
@@ -97,8 +96,10 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+    from tfglm.cache.kept import KeptStates
     from tfglm.checkpoint.config import GenerationDefaults
     from tfglm.engine.engine import Engine
+    from tfglm.engine.states import PromptStates
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.errors import CheckpointError
     from tfglm.models.glm53 import load_model
@@ -127,58 +128,12 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
             kv=settings.kv,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    drafting, states = _drafting(kind, checkpoint, model, tokenizer, settings), _states(plan, path, model, settings)
-    engine = Engine(model, tokenizer, settings, eos, drafting, states)
+    states = PromptStates(KeptStates(model.cache.pool, plan.kept_pages)) if plan.kept_pages else None
+    engine = Engine(model, tokenizer, settings, eos, _drafting(kind, checkpoint, model, tokenizer, settings), states)
     engine.start()
     started.append(engine)
     name = settings.served_name or path.resolve().name
     return Served(engine, tokenizer, template, ModelInfo(name, plan.context, defaults))
-
-
-def _states(plan: Plan, path: Path, model: Glm53, settings: Settings) -> PromptStates:
-    """What is kept of prompts, in memory and on the disk. The disk keeps what memory lets go of: without pages in
-    memory it would have nothing to keep."""
-    from tfglm.cache.disk import PageStore
-    from tfglm.cache.identity import identity
-    from tfglm.cache.kept import KeptStates
-    from tfglm.cache.tier import DiskTier, Pages
-    from tfglm.engine.states import PromptStates
-    from tfglm.memory.plan import GIB
-
-    if not plan.kept_pages:
-        return PromptStates()
-    if not settings.disk_cache:
-        return PromptStates(KeptStates(model.cache.pool, plan.kept_pages))
-    known, pages = identity(path, _what_decides_bits(model, settings)), Pages(model.cache.layers)
-    store = PageStore(
-        Path(settings.disk_cache) / "rank0of1",
-        known,
-        pages.nbytes,
-        limit=round(settings.disk_cache_gib * GIB),
-        keep_free=round(settings.disk_keep_free_gib * GIB),
-    )
-    kept = KeptStates(model.cache.pool, plan.kept_pages, known)
-    return PromptStates(kept, DiskTier(kept, pages, store))
-
-
-def _what_decides_bits(model: Glm53, settings: Settings) -> dict[str, object]:
-    """Everything besides the checkpoint that a cached row's bits may depend on: arithmetic is the machine's."""
-    import platform
-
-    import torch
-
-    from tfglm import __version__
-    from tfglm.cache.pages import PAGE
-
-    return {
-        "tfglm": __version__,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(),
-        "arithmetic": sorted(vars(model.ops.rows).items()) if isinstance(model.ops, ReferenceOps) else "",
-        "kv": settings.kv,
-        "page": PAGE,
-    }
 
 
 def _drafting(
