@@ -15,7 +15,7 @@
 // warps in order, then the parts in order; all fixed by the matrix shape alone, so a row's bits never depend on the other
 // rows. Atomics only count arrivals.
 //
-// Limits: 16 rows, 256 picks, 1024 experts, matrix sizes multiples of 128. Widths: 2, 3, 4 bits (WIDTHS=0) or all (1).
+// Limits: 16 rows, 256 picks, matrix sizes multiples of 128. Widths: 2, 3, 4 bits (WIDTHS=0) or all (1).
 // GB10: bound by memory; 4 stages of 0.5 to 1 KiB a warp keep enough bytes in flight. H200: bound by decode instructions.
 //! variant: CODEBOOK=1 WIDTHS=0
 //! variant: CODEBOOK=0 WIDTHS=0
@@ -54,9 +54,10 @@ struct Listed {
 // ----------------------------------------------------------------------------------------------------------------------
 
 __device__ void list_experts(const int* picks, int rows, int slots, int experts, Listed* listed, int* distinct, int* valid) {
-    __shared__ int pick[MAX_PICKS], warp_total[32], base;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    for (int i = thread; i < rows * slots; i += blockDim.x) pick[i] = picks[i];
+    __shared__ __align__(16) int pick[MAX_PICKS];
+    __shared__ int warp_total[32], base;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, total = rows * slots;
+    for (int i = thread; i < MAX_PICKS; i += blockDim.x) pick[i] = i < total ? picks[i] : -1;
     if (thread == 0) base = 0;
     __syncthreads();
     if (thread < rows) {
@@ -66,9 +67,19 @@ __device__ void list_experts(const int* picks, int rows, int slots, int experts,
     }
     for (int first = 0; first < experts; first += blockDim.x) {
         const int expert = first + thread;
+        u32 named[MAX_PICKS / 32] = {};  // bit i: pick i names this thread's expert
         int count = 0;
-        for (int i = 0; i < rows * slots; ++i) count += pick[i] == expert;
-        if (expert >= experts) count = 0;
+#pragma unroll
+        for (int w = 0; w < MAX_PICKS / 32; ++w) {
+            if (w * 32 >= total || expert >= experts) break;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int4 four = reinterpret_cast<const int4*>(pick)[w * 8 + i];
+                named[w] |= (u32(four.x == expert) | u32(four.y == expert) << 1 | u32(four.z == expert) << 2 |
+                             u32(four.w == expert) << 3) << (4 * i);
+            }
+            count += __popc(named[w]);
+        }
         const u32 used = __ballot_sync(FULL, count > 0);
         if (lane == 0) warp_total[warp] = __popc(used);
         __syncthreads();
@@ -78,8 +89,10 @@ __device__ void list_experts(const int* picks, int rows, int slots, int experts,
             Listed& entry = listed[place];
             entry.expert = expert;
             entry.count = min(count, MEMBERS);
-            for (int i = 0, n = 0; i < rows * slots && n < MEMBERS; ++i)
-                if (pick[i] == expert) entry.pick[n++] = i;
+            int n = 0;
+#pragma unroll
+            for (int w = 0; w < MAX_PICKS / 32; ++w)
+                for (u32 left = named[w]; left && n < MEMBERS; left &= left - 1) entry.pick[n++] = w * 32 + __ffs(left) - 1;
         }
         __syncthreads();
         if (thread == blockDim.x - 1) base = place + (count > 0);

@@ -6,14 +6,14 @@
 //   prompt_start    a block an expert collects its picks in order, the last one cuts them into items of up to ROWS picks;
 //                   the other blocks rotate the rows to fp16
 //   prompt_gate_up  block = (item, 128 columns of gate and of up), then SwiGLU and the rotation for down
-//   prompt_linear   block = (item, 256 columns of one matrix); rotated fp32 result a pick. Down, and for experts with
+//   prompt_linear   block = (item, 128 columns of one matrix); rotated fp32 result a pick. Down, and for experts with
 //                   their own input scales (or widths that differ between gate and up) also gate and up, with
 //   prompt_swiglu   between them
 //   prompt_combine  adds the slots of a row in slot order
 //
-// A block has two strips of 128 columns (gate and up, or two column blocks); a warp owns 16 columns of one strip. For
-// every 16 inputs it decodes its tile to an mma A fragment in registers and multiplies it with all rows of the item, which
-// come through shared memory (cp.async ring, XOR swizzle, ldmatrix). One fp32 chain over all inputs: a row's bits depend on nothing else.
+// A block has one strip of 128 columns, or two (gate and up); a warp owns 16 columns of each. For every 16 inputs it
+// decodes its tiles to mma A fragments in registers and multiplies them with all rows of the item, which come through
+// shared memory (cp.async ring, XOR swizzle, ldmatrix). One fp32 chain over all inputs: a row's bits depend on nothing else.
 // A weight is decoded once an item, so an item should hold an expert's whole share of the chunk.
 //
 // Limits: matrix sizes multiples of 128, 32768 picks, 1024 experts. Widths: 2, 3, 4 bits (WIDTHS=0) or all (1).
@@ -32,12 +32,8 @@
 #ifndef PROMPT_STAGES
 #define PROMPT_STAGES 3
 #endif
-#ifndef RESIDENT
-#define RESIDENT 1
-#endif
 
-constexpr int WARPS = 16, THREADS = WARPS * 32;      // of the multiplying kernels
-constexpr int SMALL_WARPS = 8, SMALL = SMALL_WARPS * 32;  // of the others
+constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int STEP = 64, STEP_TILES = STEP / 16;  // inputs a stage of the ring
 constexpr int ROW_BYTES = STEP * 2;
 constexpr int ROW_PIECES = ROWS * ROW_BYTES / 16 / THREADS;  // 16-byte pieces of a stage's rows that a thread copies
@@ -52,11 +48,11 @@ struct Item {
 // ----------------------------------------------------------------------------------------------------------------------
 
 __device__ void cut_items(const int* counts, int experts, Item* items, int* item_count) {
-    __shared__ int warp_total[SMALL_WARPS], base;
+    __shared__ int warp_total[WARPS], base;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     if (thread == 0) base = 0;
     __syncthreads();
-    for (int first = 0; first < experts; first += SMALL) {
+    for (int first = 0; first < experts; first += THREADS) {
         const int expert = first + thread;
         const int count = expert < experts ? *const_cast<const volatile int*>(counts + expert) : 0;
         const int parts = (count + ROWS - 1) / ROWS;
@@ -74,7 +70,7 @@ __device__ void cut_items(const int* counts, int experts, Item* items, int* item
             for (int from = 0; from < count; from += most) items[place++] = {expert, from, min(most, count - from), 0};
         }
         __syncthreads();
-        if (thread == SMALL - 1) base = place;
+        if (thread == THREADS - 1) base = place;
         __syncthreads();
     }
     if (thread == 0) *item_count = base;
@@ -82,24 +78,42 @@ __device__ void cut_items(const int* counts, int experts, Item* items, int* item
 
 __device__ void collect(const int* picks, int total, int rows, int experts, int* members, int* counts, Item* items,
                         int* item_count, int* arrivals) {
-    __shared__ int warp_count[SMALL_WARPS], arrived;
+    __shared__ int warp_count[WARPS], arrived;
     const int expert = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int share = (total + SMALL_WARPS * 32 - 1) / (SMALL_WARPS * 32) * 32, first = warp * share, last = min(total, first + share);
+    constexpr int RUN = 32 * 4;  // picks a warp looks at together, four a lane
+    const int share = (total + WARPS * RUN - 1) / (WARPS * RUN) * RUN, first = warp * share, last = min(total, first + share);
+    // Bit c: pick i + c is this expert's.
+    const auto mine = [&](int i) {
+        u32 bits = 0;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) bits |= u32(i + c < last && picks[i + c] == expert) << c;
+        return bits;
+    };
     int count = 0;
-    for (int i = first; i < last; i += 32) count += __popc(__ballot_sync(FULL, i + lane < last && picks[i + lane] == expert));
+#pragma unroll 4
+    for (int i = first; i < last; i += RUN) count += __popc(mine(i + lane * 4));
+    count = __reduce_add_sync(FULL, count);
     if (lane == 0) warp_count[warp] = count;
     __syncthreads();
     int place = 0, all = 0;
-    for (int w = 0; w < SMALL_WARPS; ++w) {
+    for (int w = 0; w < WARPS; ++w) {
         if (w < warp) place += warp_count[w];
         all += warp_count[w];
     }
     int* list = members + i64(expert) * rows;
-    for (int i = first; i < last; i += 32) {
-        const bool mine = i + lane < last && picks[i + lane] == expert;
-        const u32 found = __ballot_sync(FULL, mine);
-        if (mine) list[place + __popc(found & ((1u << lane) - 1))] = i + lane;
-        place += __popc(found);
+#pragma unroll 2
+    for (int i = first; i < last; i += RUN) {
+        const u32 bits = mine(i + lane * 4), before = (1u << lane) - 1;
+        int at = place;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const u32 found = __ballot_sync(FULL, bits >> c & 1);
+            at += __popc(found & before);
+            place += __popc(found);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            if (bits >> c & 1) list[at++] = i + lane * 4 + c;
     }
     if (threadIdx.x == 0) {
         counts[expert] = all;
@@ -121,12 +135,12 @@ __device__ void rotate_block(const u16* from, const u16* scale, u16* to, int lan
 }
 
 // grid = experts + rotation warps / 8, block = 256. suh: the layer's one input scale [hidden]; null: only collect.
-extern "C" __global__ void __launch_bounds__(SMALL) prompt_start(
+extern "C" __global__ void __launch_bounds__(THREADS) prompt_start(
     const u16* x, const int* picks, const u16* suh, u16* rotated, int* members, int* counts, Item* items, int* item_count,
     int* arrivals, int rows, int slots, int experts, int hidden) {
     if (blockIdx.x < experts)
         return collect(picks, rows * slots, rows, experts, members, counts, items, item_count, arrivals);
-    const i64 item = i64(blockIdx.x - experts) * SMALL_WARPS + threadIdx.x / 32;
+    const i64 item = i64(blockIdx.x - experts) * WARPS + threadIdx.x / 32;
     const int column = item % (hidden / BLOCK) * BLOCK;
     const i64 row = item / (hidden / BLOCK);
     if (suh && row < rows)
@@ -135,9 +149,9 @@ extern "C" __global__ void __launch_bounds__(SMALL) prompt_start(
 
 // A row for each pick -> rotated [picks, hidden], with its expert's own scale, suh [experts, hidden] and pitch = hidden,
 // or one scale, suh [hidden] and pitch = 0. grid = warps / 8.
-extern "C" __global__ void __launch_bounds__(SMALL) prompt_rotate(
+extern "C" __global__ void __launch_bounds__(THREADS) prompt_rotate(
     const u16* x, const int* picks, const u16* suh, u16* rotated, int pitch, int total, int slots, int experts, int hidden) {
-    const i64 item = i64(blockIdx.x) * SMALL_WARPS + threadIdx.x / 32, pick = item / (hidden / BLOCK);
+    const i64 item = i64(blockIdx.x) * WARPS + threadIdx.x / 32, pick = item / (hidden / BLOCK);
     const int column = item % (hidden / BLOCK) * BLOCK;
     if (pick >= total || u32(picks[pick]) >= experts) return;
     rotate_block(x + pick / slots * hidden + column, suh + i64(picks[pick]) * pitch + column,
@@ -148,23 +162,24 @@ extern "C" __global__ void __launch_bounds__(SMALL) prompt_rotate(
 
 using RowPieces = int[ROW_PIECES];
 
-// Two strips of 128 columns, each `inputs` deep.
-struct Strips {
-    const u8* words[2];  // first tile of the strip (the second may repeat the first)
-    int pitch;           // bytes between tile rows
+// Strips of 128 columns of equal widths, all `inputs` deep.
+template <int STRIPS> struct Columns {
+    const u8* words[STRIPS];  // first tile of each strip
+    int pitch;                // bytes between tile rows
 };
 
-template <int K2> constexpr int stage_bytes() { return ROWS * ROW_BYTES + 2 * STEP_TILES * 8 * 16 * K2; }
+template <int K2, int STRIPS> constexpr int stage_bytes() { return ROWS * ROW_BYTES + STRIPS * STEP_TILES * 8 * 16 * K2; }
 
-// sum[8 rows][..] += the warp's 16 columns, times the first 16 * PAIRS rows of the item.
+// sum[strip][8 rows][..] += the warp's 16 columns of its strips, times the first 16 * PAIRS rows of the item.
 //   row_at[i]: where this thread's i-th 16-byte piece of the first stage's rows lies in `rows`, in pieces; < 0: nowhere
 // While a tile is multiplied, the warp decodes the next one (across stages too), so that the decode instructions fill
 // the gaps between the tensor-core instructions.
-template <int K2, int PAIRS>
-__device__ __forceinline__ void multiply(float (&sum)[ROWS / 8][4], const Strips& strips, int inputs, const u16* rows,
+template <int K2, int PAIRS, int STRIPS>
+__device__ __forceinline__ void multiply(float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns, int inputs, const u16* rows,
                                          const RowPieces& row_at, u8* memory) {
     constexpr int TILE = 16 * K2, RUN = 8 * K2;  // bytes a tile; 16-byte pieces of 8 tiles
-    constexpr int PIECES = 2 * STEP_TILES * RUN, ROUNDS = (PIECES + THREADS - 1) / THREADS, STAGE = stage_bytes<K2>();
+    constexpr int PIECES = STRIPS * STEP_TILES * RUN, ROUNDS = (PIECES + THREADS - 1) / THREADS;
+    constexpr int STAGE = stage_bytes<K2, STRIPS>();
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const LaneCursors<K2> at(lane);
     const u32 ring = shared_address(memory);
@@ -173,9 +188,9 @@ __device__ __forceinline__ void multiply(float (&sum)[ROWS / 8][4], const Strips
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
         const int piece = thread + i * THREADS, run = piece / RUN;
-        from[i] = (run < STEP_TILES ? strips.words[0] : strips.words[1]) + run % STEP_TILES * strips.pitch + piece % RUN * 16;
+        from[i] = (STRIPS > 1 && run >= STEP_TILES ? columns.words[STRIPS - 1] : columns.words[0]) + run % STEP_TILES * columns.pitch + piece % RUN * 16;
     }
-    const int advance = STEP_TILES * strips.pitch;
+    const int advance = STEP_TILES * columns.pitch;
     const u8* row_from = reinterpret_cast<const u8*>(rows);
     // Pieces of one thread lie THREADS / 8 rows apart, a multiple of 8: the swizzle is the same for all.
     const u32 row_to = thread / 8 * ROW_BYTES + (thread % 8 ^ thread / 8 % 8) * 16;
@@ -197,21 +212,23 @@ __device__ __forceinline__ void multiply(float (&sum)[ROWS / 8][4], const Strips
         if (s < steps) fetch(ring + s * STAGE);
         cp_async_commit();
     }
-    const u32 own_words = ROWS * ROW_BYTES + (warp / 8 * STEP_TILES * 8 + warp % 8) * TILE;
-    const auto words_of = [&](TileWords<K2>& words, u32 stage, int tile) {
-        words.load(at, [&](int i) { return load_shared(stage + own_words + tile * 8 * TILE + i * 4); });
+    const u32 own_words = ROWS * ROW_BYTES + warp * TILE;
+    const auto words_of = [&](TileWords<K2>(&words)[STRIPS], u32 stage, int tile) {
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s)
+            words[s].load(at, [&](int i) { return load_shared(stage + own_words + (s * STEP_TILES + tile) * 8 * TILE + i * 4); });
     };
     // Row of the item and half of its 16 inputs that this lane addresses for ldmatrix (two groups of 8 rows at once).
     const int lane_row = lane / 16 * 8 + lane % 8, lane_half = lane / 8 % 2;
 
-    u32 a[2][4];  // of even and odd tiles
+    u32 a[2][STRIPS][4];  // of even and odd tiles
     {
         cp_async_wait<PROMPT_STAGES - 2>();
         __syncthreads();
-        TileWords<K2> words;
+        TileWords<K2> words[STRIPS];
         words_of(words, ring, 0);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[0][i] = decode_register<K2, CODEBOOK>(i, at, words);
+        for (int i = 0; i < 4 * STRIPS; ++i) a[0][i / 4][i % 4] = decode_register<K2, CODEBOOK>(i % 4, at, words[i / 4]);
     }
     u32 stage = ring, last_stage = ring + (PROMPT_STAGES - 1) * STAGE;
 #pragma unroll 1
@@ -223,7 +240,7 @@ __device__ __forceinline__ void multiply(float (&sum)[ROWS / 8][4], const Strips
         const u32 next_stage = stage == last_stage ? ring : stage + STAGE;
 #pragma unroll
         for (int tile = 0; tile < STEP_TILES; ++tile) {
-            TileWords<K2> words;
+            TileWords<K2> words[STRIPS];
             if (tile + 1 < STEP_TILES) words_of(words, stage, tile + 1);
             else words_of(words, next_stage, 0);  // after the last step: anything, it is not used
             const u32 row = stage + lane_row * ROW_BYTES + ((tile * 2 + lane_half) ^ lane_row % 8) * 16;
@@ -234,11 +251,13 @@ __device__ __forceinline__ void multiply(float (&sum)[ROWS / 8][4], const Strips
                 if (pair + 1 < PAIRS) ldmatrix_x4(b[(pair + 1) % 2], row + (pair + 1) * 16 * ROW_BYTES);
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    mma_f16(sum[pair * 2 + half], a[tile % 2], {b[pair % 2][half * 2], b[pair % 2][half * 2 + 1]});
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (i >= 4 * pair / PAIRS && i < 4 * (pair + 1) / PAIRS)
-                        a[(tile + 1) % 2][i] = decode_register<K2, CODEBOOK>(i, at, words);
+                    for (int s = 0; s < STRIPS; ++s)
+                        mma_f16(sum[s][pair * 2 + half], a[tile % 2][s], {b[pair % 2][half * 2], b[pair % 2][half * 2 + 1]});
+#pragma unroll
+                for (int i = 0; i < 4 * STRIPS; ++i)
+                    if (i >= 4 * STRIPS * pair / PAIRS && i < 4 * STRIPS * (pair + 1) / PAIRS)
+                        a[(tile + 1) % 2][i / 4][i % 4] = decode_register<K2, CODEBOOK>(i % 4, at, words[i / 4]);
             }
         }
         stage = next_stage;
@@ -247,37 +266,38 @@ __device__ __forceinline__ void multiply(float (&sum)[ROWS / 8][4], const Strips
     __syncthreads();
 }
 
-template <int K2>
-__device__ __forceinline__ void multiply_pairs(int pairs, float (&sum)[ROWS / 8][4], const Strips& strips, int inputs,
+template <int K2, int STRIPS>
+__device__ __forceinline__ void multiply_pairs(int pairs, float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns, int inputs,
                                                const u16* rows, const RowPieces& row_at, u8* memory) {
     constexpr int MOST = ROWS / 16;
 #if !WIDTHS
-    if (pairs <= 1) return multiply<K2, 1>(sum, strips, inputs, rows, row_at, memory);
-    if (pairs <= 2) return multiply<K2, 2>(sum, strips, inputs, rows, row_at, memory);
-    if (pairs <= 3) return multiply<K2, 3>(sum, strips, inputs, rows, row_at, memory);
-    if (pairs == 5) return multiply<K2, 5>(sum, strips, inputs, rows, row_at, memory);
-    if (pairs == 6) return multiply<K2, 6>(sum, strips, inputs, rows, row_at, memory);
+    if (pairs <= 1) return multiply<K2, 1, STRIPS>(sum, columns, inputs, rows, row_at, memory);
+    if (pairs <= 2) return multiply<K2, 2, STRIPS>(sum, columns, inputs, rows, row_at, memory);
+    if (pairs <= 3) return multiply<K2, 3, STRIPS>(sum, columns, inputs, rows, row_at, memory);
+    if (pairs == 5) return multiply<K2, 5, STRIPS>(sum, columns, inputs, rows, row_at, memory);
+    if (pairs == 6) return multiply<K2, 6, STRIPS>(sum, columns, inputs, rows, row_at, memory);
 #endif
-    if (pairs <= 4) return multiply<K2, 4>(sum, strips, inputs, rows, row_at, memory);
-    return multiply<K2, MOST>(sum, strips, inputs, rows, row_at, memory);
+    if (pairs <= 4) return multiply<K2, 4, STRIPS>(sum, columns, inputs, rows, row_at, memory);
+    return multiply<K2, MOST, STRIPS>(sum, columns, inputs, rows, row_at, memory);
 }
 
-__device__ __forceinline__ void multiply_width(int k2, int pairs, float (&sum)[ROWS / 8][4], const Strips& strips,
+template <int STRIPS>
+__device__ __forceinline__ void multiply_width(int k2, int pairs, float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns,
                                                int inputs, const u16* rows, const RowPieces& row_at, u8* memory) {
     switch (k2) {
-        case 4: return multiply_pairs<4>(pairs, sum, strips, inputs, rows, row_at, memory);
-        case 6: return multiply_pairs<6>(pairs, sum, strips, inputs, rows, row_at, memory);
-        case 8: return multiply_pairs<8>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 4: return multiply_pairs<4, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 6: return multiply_pairs<6, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 8: return multiply_pairs<8, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
 #if WIDTHS
-        case 2: return multiply_pairs<2>(pairs, sum, strips, inputs, rows, row_at, memory);
-        case 10: return multiply_pairs<10>(pairs, sum, strips, inputs, rows, row_at, memory);
-        case 12: return multiply_pairs<12>(pairs, sum, strips, inputs, rows, row_at, memory);
-        case 14: return multiply_pairs<14>(pairs, sum, strips, inputs, rows, row_at, memory);
-        case 16: return multiply_pairs<16>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 2: return multiply_pairs<2, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 10: return multiply_pairs<10, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 12: return multiply_pairs<12, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 14: return multiply_pairs<14, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 16: return multiply_pairs<16, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
 #if CODEBOOK == 2
-        case 3: return multiply_pairs<3>(pairs, sum, strips, inputs, rows, row_at, memory);
-        case 5: return multiply_pairs<5>(pairs, sum, strips, inputs, rows, row_at, memory);
-        case 7: return multiply_pairs<7>(pairs, sum, strips, inputs, rows, row_at, memory);
+        case 3: return multiply_pairs<3, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 5: return multiply_pairs<5, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 7: return multiply_pairs<7, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
 #endif
 #endif
     }
@@ -290,11 +310,11 @@ __device__ __forceinline__ float* out_place(u8* memory, int strip, int row, int 
     return reinterpret_cast<float*>(memory) + (strip * OUT_ROWS + row) * BLOCK + (column ^ swizzle);
 }
 
-// Multiplies an item and hands its result out. finish(pick, strip, a, b) is called by LANES neighbouring lanes for each
-// pick: a holds the runs of 4 columns 4 * (LANES * i + q) .. + 3 of its strip, q = lane % LANES. BOTH: one call for both
-// strips, a and b; else one call a strip, b unused. line_of(pick): line of `rows` that it reads.
-template <bool BOTH, class LineOf, class Finish>
-__device__ __forceinline__ void process(const Item& item, const int* list, const Strips& strips, int k2, int inputs,
+// Multiplies an item and hands its result out. finish(pick, values) is called by LANES neighbouring lanes for each pick:
+// values[strip] holds the runs of 4 columns 4 * (LANES * i + q) .. + 3 of the strip, q = lane % LANES.
+// line_of(pick): line of `rows` that it reads.
+template <int STRIPS, class LineOf, class Finish>
+__device__ __forceinline__ void process(const Item& item, const int* list, const Columns<STRIPS>& columns, int k2, int inputs,
                                         const u16* rows, u8* memory, LineOf line_of, Finish finish) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     RowPieces row_at;
@@ -303,57 +323,57 @@ __device__ __forceinline__ void process(const Item& item, const int* list, const
         const int piece = thread + i * THREADS, row = piece / 8;
         row_at[i] = row < item.count ? line_of(list[row]) * (inputs / 8) + piece % 8 : -1;
     }
-    float sum[ROWS / 8][4] = {};
-    multiply_width(k2, (item.count + 15) / 16, sum, strips, inputs, rows, row_at, memory);
+    float sum[STRIPS][ROWS / 8][4] = {};
+    multiply_width<STRIPS>(k2, (item.count + 15) / 16, sum, columns, inputs, rows, row_at, memory);
 
 #pragma unroll
     for (int first = 0; first < ROWS; first += OUT_ROWS) {
         if (first >= item.count) break;
 #pragma unroll
-        for (int group = 0; group < OUT_ROWS / 8 && first / 8 + group < ROWS / 8; ++group)
+        for (int s = 0; s < STRIPS; ++s)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                *out_place(memory, warp / 8, group * 8 + lane % 4 * 2 + i % 2, warp % 8 * 16 + lane / 4 + i / 2 * 8) =
-                    sum[first / 8 + group][i];
+            for (int group = 0; group < OUT_ROWS / 8 && first / 8 + group < ROWS / 8; ++group)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    *out_place(memory, s, group * 8 + lane % 4 * 2 + i % 2, warp * 16 + lane / 4 + i / 2 * 8) =
+                        sum[s][first / 8 + group][i];
         __syncthreads();
         const int q = lane % LANES;
-        const auto read = [&](float(&v)[RUNS][4], int strip, int row) {
-#pragma unroll
-            for (int i = 0; i < RUNS; ++i) {
-                const float4 four = *reinterpret_cast<const float4*>(out_place(memory, strip, row, 4 * (LANES * i + q)));
-                v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
-            }
-        };
-        // All lanes take part in the exchanges; those without a row compute on old values and keep them to themselves.
 #pragma unroll 1
-        for (int line = thread / LANES; line < (BOTH ? 1 : 2) * OUT_ROWS; line += THREADS / LANES) {
-            const int row = line % OUT_ROWS, strip = line / OUT_ROWS;
-            float a[RUNS][4], b[RUNS][4];
-            read(a, strip, row);
-            if (BOTH) read(b, 1, row);
-            const bool real = first + row < item.count;
-            finish(real ? list[first + row] : -1, strip, a, b);
+        for (int row = thread / LANES; row < OUT_ROWS; row += THREADS / LANES) {
+            if (first + (row & ~3) >= item.count) continue;  // the whole warp has no row here
+            float values[STRIPS][RUNS][4];
+#pragma unroll
+            for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+                for (int i = 0; i < RUNS; ++i) {
+                    const float4 four = *reinterpret_cast<const float4*>(out_place(memory, s, row, 4 * (LANES * i + q)));
+                    values[s][i][0] = four.x, values[s][i][1] = four.y, values[s][i][2] = four.z, values[s][i][3] = four.w;
+                }
+            // Lanes without a row take part in the exchanges, on old values, and store nothing.
+            finish(first + row < item.count ? list[first + row] : -1, values);
         }
         __syncthreads();
     }
 }
 
-// grid = (width / 128, most items), block = 512, dynamic shared memory = PROMPT_STAGES * stage_bytes(widest k2)
+// grid = (width / 128, most items), block = THREADS, dynamic shared memory = PROMPT_STAGES * stage_bytes(widest k2)
 //   rotated [R, hidden] fp16; svh [2, experts, width]; down_suh [experts, width]; h [picks, width] fp16
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prompt_gate_up(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gate_up(
     const u64* trellis, const int* k2, const u16* rotated, const u16* svh, const u16* down_suh, const int* members,
     const Item* items, const int* item_count, u16* h, int rows, int slots, int experts, int hidden, int width) {
     extern __shared__ __align__(128) u8 memory[];
+    const Item item = items[blockIdx.y];  // asked for together with the count: the list is that long in any case
     if (blockIdx.y >= *item_count) return;
-    const Item item = items[blockIdx.y];
     const int bits = k2[item.expert], column = blockIdx.x * BLOCK, pitch = width * bits;
     const i64 start = i64(column / 16) * 16 * bits;
-    const Strips strips = {{reinterpret_cast<const u8*>(trellis[item.expert]) + start,
+    const Columns<2> strips = {{reinterpret_cast<const u8*>(trellis[item.expert]) + start,
                             reinterpret_cast<const u8*>(trellis[experts + item.expert]) + start}, pitch};
-    process<true>(
+    process<2>(
         item, members + i64(item.expert) * rows + item.first, strips, bits, hidden, rotated, memory,
         [&](int pick) { return pick / slots; },
-        [&](int pick, int, float(&gate)[RUNS][4], float(&up)[RUNS][4]) {
+        [&](int pick, float(&values)[2][RUNS][4]) {
+            auto &gate = values[0], &up = values[1];
             const int lane = threadIdx.x % 32, q = lane % LANES;
             const int at = item.expert * width + blockIdx.x * BLOCK;
             rotate<LANES>(gate, lane);
@@ -377,39 +397,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prompt_gate_up(
 }
 
 // One matrix (0 gate, 1 up, 2 down) for a row of its own a pick: input [picks, inputs] fp16 -> y [picks, span] fp32, the
-// columns start .. start + span - 1 of `columns`. grid = (span / 256 rounded up, most items), block = 512;
-// svh [experts, columns]
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prompt_linear(
+// columns start .. start + span - 1 of `columns`. grid = (span / 128, most items), block = THREADS;
+// svh [experts, columns]. Two blocks share a multiprocessor: one multiplies while the other starts or ends.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) prompt_linear(
     const u64* trellis, const int* k2, const u16* input, const u16* svh, const int* members, const Item* items,
     const int* item_count, float* y, int matrix, int rows, int experts, int inputs, int columns, int start, int span) {
     extern __shared__ __align__(128) u8 memory[];
+    const Item item = items[blockIdx.y];  // asked for together with the count: the list is that long in any case
     if (blockIdx.y >= *item_count) return;
-    const Item item = items[blockIdx.y];
-    const int bits = k2[matrix * experts + item.expert], place = blockIdx.x * 2 * BLOCK, column = start + place;
-    const bool two = place + BLOCK < span;
-    const u8* first = reinterpret_cast<const u8*>(trellis[matrix * experts + item.expert]) + i64(column) * bits;
-    const Strips strips = {{first, two ? first + BLOCK * bits : first}, columns * bits};
-    const int lane = threadIdx.x % 32, q = lane % LANES;
-    const u16* scale = svh + i64(item.expert) * columns + column;
-    process<false>(
-        item, members + i64(item.expert) * rows + item.first, strips, bits, inputs, input, memory,
+    const int bits = k2[matrix * experts + item.expert], column = start + blockIdx.x * BLOCK;
+    const Columns<1> strip = {
+        {reinterpret_cast<const u8*>(trellis[matrix * experts + item.expert]) + i64(column) * bits}, columns * bits};
+    process<1>(
+        item, members + i64(item.expert) * rows + item.first, strip, bits, inputs, input, memory,
         [](int pick) { return pick; },
-        [&](int pick, int strip, float(&v)[RUNS][4], float(&)[RUNS][4]) {
-            rotate<LANES>(v, lane);
-            if (pick < 0 || (strip == 1 && !two)) return;
+        [&](int pick, float(&values)[1][RUNS][4]) {
+            const int lane = threadIdx.x % 32, q = lane % LANES;
+            rotate<LANES>(values[0], lane);
+            if (pick < 0) return;
 #pragma unroll
             for (int i = 0; i < RUNS; ++i) {
-                const int run = strip * BLOCK + 4 * (LANES * i + q);
-                scale_by_half4(v[i], scale + run);
-                *reinterpret_cast<float4*>(y + i64(pick) * span + place + run) = {v[i][0], v[i][1], v[i][2], v[i][3]};
+                const int run = blockIdx.x * BLOCK + 4 * (LANES * i + q);
+                float(&v)[4] = values[0][i];
+                scale_by_half4(v, svh + item.expert * columns + start + run);
+                *reinterpret_cast<float4*>(y + i64(pick) * span + run) = {v[0], v[1], v[2], v[3]};
             }
         });
 }
 
 // Gate and up of prompt_linear, [2, picks, width] fp32 -> rotated input of down, h [picks, width] fp16. grid = warps / 8.
-extern "C" __global__ void __launch_bounds__(SMALL) prompt_swiglu(
+extern "C" __global__ void __launch_bounds__(THREADS) prompt_swiglu(
     const float* y, const int* picks, const u16* down_suh, u16* h, int total, int experts, int width) {
-    const i64 item = i64(blockIdx.x) * SMALL_WARPS + threadIdx.x / 32, pick = item / (width / BLOCK);
+    const i64 item = i64(blockIdx.x) * WARPS + threadIdx.x / 32, pick = item / (width / BLOCK);
     const int lane = threadIdx.x % 32, column = item % (width / BLOCK) * BLOCK + lane * 4;
     if (pick >= total || u32(picks[pick]) >= experts) return;
     const float4 g = *reinterpret_cast<const float4*>(y + pick * width + column);
@@ -420,10 +439,10 @@ extern "C" __global__ void __launch_bounds__(SMALL) prompt_swiglu(
 }
 
 // y [picks, span]: columns start .. start + span - 1 of out. grid = (span / 1024 rounded up, R), block = 256
-extern "C" __global__ void __launch_bounds__(SMALL) prompt_combine(
+extern "C" __global__ void __launch_bounds__(THREADS) prompt_combine(
     const float* y, const int* picks, const float* weight, const float* shared, float* out, int slots, int experts, int hidden,
     int start, int span) {
-    const int column = (blockIdx.x * SMALL + threadIdx.x) * 4;
+    const int column = (blockIdx.x * THREADS + threadIdx.x) * 4;
     const i64 row = blockIdx.y;
     if (column >= span) return;
     float4 sum = {};

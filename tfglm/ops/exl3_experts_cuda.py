@@ -22,10 +22,9 @@ PROMPT_ROWS = 4096
 _MAX_PICKS = 256
 _LISTED_INTS = 4 + DECODE_ROWS
 
-_PROMPT_SLAB = 1024  # columns of the down result that exist at once: 64 MiB at 2,048 rows
+_PROMPT_SLAB = 2048  # columns of the down result that exist at once: 128 MiB at 2,048 rows
 _SUMS_BYTES = 4 * 16 * (BLOCK // 2 + 4) * 4  # four warps' sums of 16 members, 64 columns at a time
-_PROMPT_OUT_BYTES = 2 * 64 * BLOCK * 4  # two strips of 64 rows
-_PROMPT_THREADS = 512
+_PROMPT_OUT_BYTES = 64 * BLOCK * 4  # a strip of 64 rows
 
 # Macros that a benchmark sets to try another launch shape than the kernel file's own.
 trial_shape: dict[str, int] = {}
@@ -274,19 +273,21 @@ def prompt(
     fused = tables.shared_scale and tables.paired
     total, item_count = rows * slots, w.counts[experts:]
     items_most = min(experts, total) + total // shape["ROWS"]
-    stage = shape["ROWS"] * BLOCK + 2 * 4 * BLOCK * tables.widest
-    shared_bytes = max(shape["PROMPT_STAGES"] * stage, _PROMPT_OUT_BYTES)
+
+    def shared_bytes(strips: int) -> int:
+        stage = shape["ROWS"] * BLOCK + strips * 4 * BLOCK * tables.widest
+        return max(shape["PROMPT_STAGES"] * stage, strips * _PROMPT_OUT_BYTES)
 
     def linear(matrix: int, given: torch.Tensor, svh: torch.Tensor, to: torch.Tensor, start: int, span: int) -> None:
         inputs, columns = (width, hidden) if matrix == 2 else (hidden, width)
         module.kernel("prompt_linear")(
-            (-(-span // (2 * BLOCK)), items_most),
-            _PROMPT_THREADS,
+            (span // BLOCK, items_most),
+            256,
             (
                 *(tables.trellis, tables.k2, given, svh, w.members, w.items, item_count, to),
                 *(matrix, rows, experts, inputs, columns, start, span),
             ),
-            shared=shared_bytes,
+            shared=shared_bytes(1),
         )
 
     rotations = rows * (hidden // BLOCK) if fused else 0
@@ -301,12 +302,12 @@ def prompt(
     if fused:
         module.kernel("prompt_gate_up")(
             (width // BLOCK, items_most),
-            _PROMPT_THREADS,
+            256,
             (
                 *(tables.trellis, tables.k2, w.rotated, tables.svh, tables.down_suh, w.members, w.items, item_count),
                 *(w.activated, rows, slots, experts, hidden, width),
             ),
-            shared=shared_bytes,
+            shared=shared_bytes(2),
         )
     else:
         for matrix in (0, 1):
