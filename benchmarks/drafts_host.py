@@ -96,7 +96,7 @@ class Oracle:
     def __init__(self, texts: Sequence[Sequence[int]], acceptance: float) -> None:
         self._texts, self._acceptance, self._dice = texts, acceptance, random.Random(0)
 
-    def open(self) -> list[int]:
+    def open(self, stream: Stream) -> list[int]:
         return []
 
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:

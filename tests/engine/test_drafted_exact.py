@@ -18,6 +18,7 @@ from fake_model import FakeModel
 from harness import LIMIT, TOKENIZER, Receiver, ask, request, running
 from safetensors.torch import save_file
 
+from tfglm.cache.pages import Stream
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.drafts.base import Ask, Draft, Drafter, Kept
@@ -78,7 +79,7 @@ class Scripted:
         self._says = says
         self.open_contexts = 0
 
-    def open(self) -> list[int]:
+    def open(self, stream: Stream) -> list[int]:
         self.open_contexts += 1
         return []
 

@@ -83,9 +83,9 @@ def settings_for(kind: str, folder: Path, checkpoint: Checkpoint) -> Settings:
 
 def first_rows(drafter: Any, model: Glm53) -> torch.Tensor:
     """What a drafter makes of the text: the MTP layer's logits after it, or a block's rows."""
-    stream, context = model.open_stream(), drafter.open()
+    stream = model.open_stream()
+    context = drafter.open(stream)
     passed = model.forward_tapped([Rows(stream, TEXT[:40], 1)], drafter.taps)
-    stream.close()
     drafter.read([Kept(context, TEXT[:40], 0)], passed)
     if isinstance(drafter, MtpDrafter):
         return drafter._mtp.absorb([Rows(context.stream, [TEXT[40]], 1)], torch.cat(context.hidden)).logits.cpu()

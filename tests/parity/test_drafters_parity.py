@@ -15,6 +15,7 @@ import torch
 from reference_models import make_pair, token_ids
 from safetensors.torch import save_file
 
+from tfglm.cache.pages import PagePool, Stream
 from tfglm.drafts.base import Ask, Kept
 from tfglm.drafts.block import BlockContext, BlockModel
 from tfglm.drafts.block_config import BlockConfig
@@ -61,7 +62,7 @@ def passed(arrays: Arrays, taps: Taps) -> Passed:
 
 def context_at(drafter: BlockDrafter, arrays: Arrays, anchor: int, cuts: list[int]) -> BlockContext:
     """A context that has read the rows before `anchor`, cut into reads."""
-    context = drafter.open()
+    context = drafter.open(Stream(PagePool(0)))
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < anchor}), anchor]
     for start, stop in pairwise(edges):
         drafter.read([Kept(context, arrays["ids"][start:stop].tolist(), start)], passed(arrays, drafter.taps))

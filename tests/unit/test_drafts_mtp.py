@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
+from tfglm.drafts.base import Ask, Draft, Kept
+from tfglm.drafts.mtp import MtpDrafter
 from tfglm.models.glm53 import Glm53, load_model
 from tfglm.models.mtp import Mtp, MtpStep, load_mtp
 from tfglm.models.taps import Taps
@@ -59,12 +62,12 @@ def trunk_rows(model: Glm53, tokens: list[int]) -> torch.Tensor:
     return passed.normed
 
 
-def absorb(mtp: Mtp, following: list[int], hidden: torch.Tensor, want: int) -> MtpStep:
-    stream = mtp.open_stream()
+def absorb(model: Glm53, mtp: Mtp, following: list[int], hidden: torch.Tensor, want: int) -> MtpStep:
+    trunk = model.open_stream()
     try:
-        return mtp.absorb([Rows(stream, following, want)], hidden)
+        return mtp.absorb([Rows(mtp.open_stream(trunk), following, want)], hidden)
     finally:
-        stream.close()
+        trunk.close()
 
 
 class Numpy:
@@ -156,7 +159,7 @@ def test_every_absorbed_row_matches_the_float64_forward(
 ) -> None:
     model, mtp = models
     hidden = trunk_rows(model, text[:LENGTH])
-    step = absorb(mtp, text[1:], hidden, LENGTH)
+    step = absorb(model, mtp, text[1:], hidden, LENGTH)
     logits, rows, _ = Numpy(model.config, tensors).layer(text[1:], hidden.double().numpy())
     assert np.abs(step.logits.numpy() - logits).max() < 2e-4
     assert np.abs(step.rows.numpy() - rows).max() < 2e-4
@@ -168,7 +171,8 @@ def test_a_chain_matches_the_float64_forward_and_keeps_its_first_steps_list(
 ) -> None:
     model, mtp = models
     hidden = trunk_rows(model, text[:LENGTH])
-    stream = mtp.open_stream()
+    trunk = model.open_stream()
+    stream = mtp.open_stream(trunk)
     step = mtp.absorb([Rows(stream, text[1:], 1)], hidden)
     following, known = list(text[1:]), hidden.double().numpy()
     reference = Numpy(model.config, tensors)
@@ -182,7 +186,7 @@ def test_a_chain_matches_the_float64_forward_and_keeps_its_first_steps_list(
         logits, rows, _ = reference.layer(following, known, lists)
         assert np.abs(step.logits[0].numpy() - logits[-1]).max() < 3e-4
     assert stream.length == LENGTH + 3
-    stream.close()
+    trunk.close()
 
 
 def test_how_a_text_is_cut_into_absorbs_and_undone_chains_leave_no_trace(
@@ -190,7 +194,8 @@ def test_how_a_text_is_cut_into_absorbs_and_undone_chains_leave_no_trace(
 ) -> None:
     model, mtp = models
     hidden = trunk_rows(model, text[:LENGTH])
-    stream, other = mtp.open_stream(), mtp.open_stream()
+    trunks = [model.open_stream(), model.open_stream()]
+    stream, other = (mtp.open_stream(trunk) for trunk in trunks)
     for start, stop in ((0, 31), (31, 33), (33, 40), (40, LENGTH)):
         window = [Rows(other, text[1:4], 1), Rows(stream, text[start + 1 : stop + 1], 1)]
         first = step = mtp.absorb(window, torch.cat([hidden[:3], hidden[start:stop]]))
@@ -198,10 +203,10 @@ def test_how_a_text_is_cut_into_absorbs_and_undone_chains_leave_no_trace(
             step = mtp.chain([Rows(other, [token], 1), Rows(stream, [token], 1)], step)
         other.truncate(0)
         stream.truncate(stop)
-    assert torch.equal(first.logits[1:], absorb(mtp, text[1:], hidden, 1).logits)
-    stream.close()
-    other.close()
-    assert mtp.cache.pool.free == mtp.cache.pool.pages
+    assert torch.equal(first.logits[1:], absorb(model, mtp, text[1:], hidden, 1).logits)
+    for trunk in trunks:
+        trunk.close()
+    assert model.cache.pool.free == model.cache.pool.pages
 
 
 def test_tapping_a_window_leaves_its_logits_bit_for_bit(models: tuple[Glm53, Mtp], text: list[int]) -> None:
@@ -215,3 +220,41 @@ def test_tapping_a_window_leaves_its_logits_bit_for_bit(models: tuple[Glm53, Mtp
     assert torch.equal(passed.streams[0], model.weights.embed[text].float())
     plain.close()
     tapped.close()
+
+
+def drafted(drafter: MtpDrafter, context: object) -> Draft:
+    def greedy(ids: np.ndarray, values: np.ndarray, ahead: int) -> tuple[int, float]:
+        return int(ids[values.argmax()]), float(values.max())
+
+    [draft] = drafter.propose([Ask(context, 9, 4, greedy, lambda confidence: True, sampled=False)])
+    return draft
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_on_kept_pages_a_stream_drafts_as_if_it_had_read_them(models: tuple[Glm53, Mtp], late: bool) -> None:
+    """late: the pages are taken over after the context was opened, as when another request reads the same prompt."""
+    model, mtp = models
+    drafter = MtpDrafter(mtp)
+    tokens = torch.randint(0, 1500, (PAGE + 40,), generator=torch.Generator().manual_seed(8)).tolist()
+    first = model.open_stream()
+    context = drafter.open(first)
+    for start in (0, 100, PAGE):
+        part = tokens[start : {0: 100, 100: PAGE, PAGE: PAGE + 40}[start]]
+        passed = model.forward_tapped([Rows(first, part, 1)], drafter.taps)
+        drafter.read([Kept(context, part, 0)], passed)
+    expected = drafted(drafter, context)
+
+    second = model.open_stream()
+    if late:
+        other = drafter.open(second)
+    second.lend(first.pages[:1])
+    second.length = PAGE
+    if not late:
+        other = drafter.open(second)
+    passed = model.forward_tapped([Rows(second, tokens[PAGE:], 1)], drafter.taps)
+    drafter.read([Kept(other, tokens[PAGE:], 0)], passed)
+    assert drafted(drafter, other) == expected
+    assert len(expected.tokens) == 4
+    second.close()
+    first.close()
+    assert model.cache.pool.free == model.cache.pool.pages

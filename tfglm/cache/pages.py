@@ -79,5 +79,33 @@ class Stream:
         self.release_spare()
 
 
+class Follower(Stream):
+    """A length of its own over another stream's pages, for further planes that have the same pages. It takes pages for
+    the stream where it is ahead, and gives none back. Begins where the stream ends."""
+
+    def __init__(self, leader: Stream) -> None:
+        self._leader = leader
+        self.length = leader.length
+        self.closed = False
+
+    @property
+    def pool(self) -> PagePool:
+        return self._leader.pool
+
+    @property
+    def pages(self) -> list[int]:
+        return self._leader.pages
+
+    @pages.setter
+    def pages(self, pages: list[int]) -> None:
+        self._leader.pages = pages
+
+    def release_spare(self) -> None:
+        """The stream does that, when it is cut."""
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tfglm.cache.pages import Stream
 from tfglm.models.taps import Passed, Taps
 
 Draw = Callable[[np.ndarray, np.ndarray, int], tuple[int, float]]
@@ -67,7 +68,7 @@ class Kept:
 
 
 class Drafter(Protocol):
-    """A model that drafts. Holds a context a stream, which has read exactly the stream's committed rows.
+    """A model that drafts. Holds a context a stream, which reads the stream's rows as they are committed.
 
     One thread at a time. Whatever it raises turns drafting off and harms no reply.
     """
@@ -87,8 +88,8 @@ class Drafter(Protocol):
         """What it needs of every row of the trunk."""
         ...
 
-    def open(self) -> Any:
-        """The context of a new stream."""
+    def open(self, stream: Stream) -> Any:
+        """The context of a new stream of the trunk. Rows that the stream holds already are not read again."""
         ...
 
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:

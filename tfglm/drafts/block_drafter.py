@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tfglm.cache.pages import Stream
 from tfglm.drafts.base import Ask, Draft, Kept
 from tfglm.drafts.block import BlockContext, BlockModel
 from tfglm.drafts.candidates import best_candidates
@@ -29,7 +30,8 @@ class BlockDrafter(ABC):
         self._ops = ops
         self._candidates = candidates
 
-    def open(self) -> BlockContext:
+    def open(self, stream: Stream) -> BlockContext:
+        """Positions count from the first row that is read: those before it are unknown, and only distances matter."""
         return self._model.open()
 
     def close(self, context: BlockContext) -> None:

@@ -71,7 +71,7 @@ def measured_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -
                 stream.truncate(PROMPT)
 
             return Costs(tuple(measure(window, WINDOW_ROWS)))
-        passed = model.forward_tapped([Rows(stream, text[:PROMPT], 0)], drafter.taps)
+        model.forward_tapped([Rows(stream, text[:PROMPT], 0)], drafter.taps)
 
         def tapped(rows: int) -> None:
             model.forward_tapped([Rows(stream, text[PROMPT : PROMPT + rows], rows)], drafter.taps)
@@ -79,12 +79,15 @@ def measured_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -
 
         def propose(room: int) -> float:
             """Milliseconds of the first proposal after the prompt."""
-            context = drafter.open()
+            own = model.open_stream()
+            context = drafter.open(own)
+            passed = model.forward_tapped([Rows(own, text[:PROMPT], 0)], drafter.taps)
             drafter.read([Kept(context, text[:PROMPT], 0)], passed)
             start = time.perf_counter()
             drafter.propose([Ask(context, text[PROMPT], room, _first, lambda confidence: True, sampled=False)])
             elapsed = time.perf_counter() - start
             drafter.close(context)
+            own.close()
             return elapsed * 1000
 
         steps = min(3, drafter.most)

@@ -24,8 +24,10 @@ BACKLOG = 32
 
 @dataclass
 class MtpContext:
-    """The layer's stream, and the committed rows that it has yet to absorb: tokens, and what the trunk made of them."""
+    """The trunk's stream and the layer's, and the committed rows that the layer has yet to absorb: tokens, and what the
+    trunk made of them."""
 
+    trunk: Stream
     stream: Stream
     tokens: list[int] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
@@ -42,8 +44,8 @@ class MtpDrafter:
     def __init__(self, mtp: Mtp) -> None:
         self._mtp = mtp
 
-    def open(self) -> MtpContext:
-        return MtpContext(self._mtp.open_stream())
+    def open(self, stream: Stream) -> MtpContext:
+        return MtpContext(stream, self._mtp.open_stream(stream))
 
     def close(self, context: MtpContext) -> None:
         context.stream.close()
@@ -52,6 +54,10 @@ class MtpDrafter:
         assert passed.normed is not None
         for part in kept:
             context: MtpContext = part.context
+            start = context.trunk.length - len(part.tokens)
+            if context.stream.length + len(context.tokens) != start:
+                # The trunk took over rows that it did not read; this layer's are in the same pages.
+                context.tokens, context.hidden, context.stream.length = [], [], start
             context.tokens += part.tokens
             context.hidden.append(passed.normed[part.start : part.start + len(part.tokens)])
             if len(context.tokens) > BACKLOG:

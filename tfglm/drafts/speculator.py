@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from tfglm.cache.pages import Stream
 from tfglm.drafts.base import NO_DRAFT, Ask, Draft, Drafter, Draw, Kept
 from tfglm.drafts.copy import CopyIndex, trusted
 from tfglm.drafts.policy import Policy, Record
@@ -79,9 +80,9 @@ class Speculator:
         """What to hand out of every forward."""
         return self._drafter.taps if self._on and self._drafter else Taps()
 
-    def open(self, *, sampled: bool) -> Lane | None:
+    def open(self, stream: Stream, *, sampled: bool) -> Lane | None:
         """The lane of a new stream; None when drafting is off."""
-        return self._guard("opening a stream", lambda: self._open(sampled), None)
+        return self._guard("opening a stream", lambda: self._open(stream, sampled), None)
 
     def read(self, lane: Lane, tokens: Sequence[int], passed: Passed) -> None:
         """A chunk of a stream's prompt went through the model, as the whole of a window."""
@@ -118,8 +119,8 @@ class Speculator:
             )
             return otherwise
 
-    def _open(self, sampled: bool) -> Lane:
-        context = self._drafter.open() if self._drafter else None
+    def _open(self, stream: Stream, sampled: bool) -> Lane:
+        context = self._drafter.open(stream) if self._drafter else None
         return Lane(CopyIndex() if self._copy else None, context, self._policy.record(sampled))
 
     def _close(self, lane: Lane) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tfglm.cache.pages import PagePool, Stream
 from tfglm.drafts.base import NO_DRAFT, Ask, Draft, Drafter, Kept
 from tfglm.drafts.costs import Costs
 from tfglm.drafts.policy import Policy, Record
@@ -54,8 +55,8 @@ class TracingDrafter:
             raise ConfigError(f"--draft-trace is {str(path)!r}, which cannot be written: {error.strerror}") from None
         self._write({"tfglm_trace": VERSION, "drafter": self.name, "most": self.most})
 
-    def open(self) -> _Traced:
-        return _Traced(self._inner.open() if self._inner else None)
+    def open(self, stream: Stream) -> _Traced:
+        return _Traced(self._inner.open(stream) if self._inner else None)
 
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:
         for part in kept:
@@ -160,7 +161,7 @@ class _FileDrafter:
         self.name = name
         self.reply = TracedReply(0, False, (), {})
 
-    def open(self) -> list[int]:
+    def open(self, stream: Stream) -> list[int]:
         return [0]
 
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:
@@ -207,7 +208,7 @@ def replay(trace: Trace, policy: Policy, *, copy: bool) -> Replayed:
     ms = 0.0
     for reply in trace.replies:
         drafter.reply = reply
-        lane = speculator.open(sampled=reply.sampled)
+        lane = speculator.open(Stream(PagePool(0)), sampled=reply.sampled)
         assert lane is not None
         speculator.read(lane, reply.tokens[: reply.prompt], _NOTHING)
         at = reply.prompt

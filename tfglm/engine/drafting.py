@@ -46,12 +46,18 @@ class Drafting:
         """A reply left the queue; what its stream does not hold yet of its prompt will be read."""
         if self._speculator and reply.request.draft and reply.request.max_tokens > 2:
             sampling = reply.request.sampling
-            lane = self._speculator.open(sampled=sampling.temperature > 0 and sampling.top_k != 1)
+            assert reply.stream is not None
+            lane = self._speculator.open(reply.stream, sampled=sampling.temperature > 0 and sampling.top_k != 1)
             if lane is not None:
                 self._lanes[reply] = lane
-                # A drafting model misses the rows that are not read again, and guesses from the rest of the prompt.
-                if lane.index:
-                    lane.index.read_prompt(reply.request.prompt[: reply.read])
+                self.skip(reply, reply.request.prompt[: reply.read])
+
+    def skip(self, reply: Reply, tokens: Sequence[int]) -> None:
+        """A part of a reply's prompt is not read, because its rows are there: it is copied from, while a drafting model
+        never sees it and guesses from the rest."""
+        lane = self._lanes.get(reply)
+        if lane is not None and lane.index:
+            lane.index.read_prompt(tokens)
 
     def read(self, reply: Reply, tokens: Sequence[int], passed: Passed) -> None:
         """A chunk of a reply's prompt went through the model."""

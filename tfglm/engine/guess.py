@@ -46,10 +46,12 @@ class Guess:
         self._path: list[int] = []
 
     def __call__(self, ids: np.ndarray, values: np.ndarray, ahead: int) -> tuple[int, float]:
-        allowed = ids < self._vocab_size
+        allowed = (ids < self._vocab_size) & np.isfinite(values)
         if ahead < self._unmasked:
             allowed &= ~np.isin(ids, self._masked)
         ids, scores = ids[allowed], values[allowed].astype(np.float64)
+        if not len(ids):
+            raise ValueError("a drafter offers no candidate that could be chosen")
         self._adjust(ids, scores)
         params, spread = self._params, 1.0
         if params.temperature > 0 and params.top_k != 1:

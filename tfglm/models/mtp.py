@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tfglm.cache.latent import LatentCache
-from tfglm.cache.pages import Stream
+from tfglm.cache.pages import Follower, Stream
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.models import mla, moe
@@ -66,16 +66,17 @@ def load_mtp(trunk: ModelWeights, config: ModelConfig, source: Source | Read) ->
 
 
 class Mtp:
-    """The layer and its cache, which holds as many tokens as the trunk's. One thread at a time.
+    """The layer and its cache, whose pages are the trunk's: a page that is kept for others keeps this layer's rows too.
+    One thread at a time.
 
-    Row i is cached at position i of a stream of its own, so a stream is as long as the trunk's once every committed
-    row has been absorbed.
+    Row i is cached at position i, so a stream is as long as the trunk's once every committed row has been absorbed.
     """
 
     def __init__(self, model: Glm53, weights: MtpWeights, kv: str = "bf16") -> None:
         self.config = model.config
         self.weights = weights
         self.cache = self._new_cache(model, kv)
+        self._pool = model.cache.pool
         self._ops = model.ops
         self._frequencies = model.frequencies
         [layer] = weights.layer.layers
@@ -86,8 +87,10 @@ class Mtp:
     def _new_cache(self, model: Glm53, kv: str) -> LatentCache:
         return LatentCache(alone(model.config), model.tokens_total, kv)
 
-    def open_stream(self) -> Stream:
-        return Stream(self.cache.pool)
+    def open_stream(self, trunk: Stream) -> Stream:
+        """Rows on the pages of a stream of the trunk, after those it holds. Of kept pages it begins with, this layer's
+        rows are taken over too; what followed the last of them was another's token, which changes a draft at most."""
+        return Follower(trunk)
 
     @torch.inference_mode()
     def absorb(self, window: Sequence[Rows], hidden: torch.Tensor) -> MtpStep:
@@ -102,8 +105,8 @@ class Mtp:
         return self._forward(window, step.rows, step.selection)
 
     def _forward(self, window: Sequence[Rows], hidden: torch.Tensor, before: Selection | None) -> MtpStep:
-        check(window, self.cache.pool, self.config)
-        reserve(window, self.cache.pool)
+        check(window, self._pool, self.config)
+        reserve(window, self._pool)
         try:
             step = self._layer(lay_out(window), hidden, before)
         except BaseException:
