@@ -175,7 +175,7 @@ class _Fields:
         return value
 
     def number(self, name: str, default: float, *, low: float, high: float) -> float:
-        """A float in low..high; low itself only where it is the neutral value (0 switches a filter off)."""
+        """A float in low..high."""
         if self.missing(name):
             return default
         value = self.raw[name]
