@@ -11,7 +11,7 @@ Unlike vLLM, min_p comes after top_p.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -77,7 +77,7 @@ def choose(
     *,
     vocab_size: int,
     counts: TokenCounts | None = None,
-    masked: Sequence[int] = (),
+    masked: Collection[int] = (),
 ) -> int:
     """The token that follows, at absolute `position` (the number of tokens before it).
 
@@ -101,7 +101,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def _adjusted(
-    logits: np.ndarray, params: SamplingParams, counts: TokenCounts | None, masked: Sequence[int]
+    logits: np.ndarray, params: SamplingParams, counts: TokenCounts | None, masked: Collection[int]
 ) -> np.ndarray:
     """The row after penalties, bias and mask, [vocab_size]; the row itself when none applies."""
     values = logits
