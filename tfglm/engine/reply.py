@@ -156,7 +156,7 @@ class Reply:
             len(request.prompt) + count,
             vocab_size=self._vocab_size,
             counts=self._counts,
-            masked=sorted(self._ends) if count < request.min_tokens else (),
+            masked=self._ends if count < request.min_tokens else (),
         )
         logprob = None if request.logprobs is None else token_logprob(row, token, request.logprobs, self._vocab_size)
         self._append(token, logprob)
