@@ -54,7 +54,7 @@ struct Shared {
     u8 tile[PACKED ? 1 : 2][TILE * KEY_STRIDE];
     u8 raw[PACKED ? TILE * RAW_BYTES : 16];
     float scores[QUARTERS][HEADS][TILE + 4];  // the pad spreads a warp's stores over all banks
-    u8 p[HEADS * P_STRIDE];
+    __align__(16) u8 p[HEADS * P_STRIDE];
     float factor[2][HEADS];  // old and new part when results are merged
     // then the slots of the list
 };
@@ -117,16 +117,21 @@ struct Planes {
     const u8* rotary;
 };
 
-// Starts copying the tile's rows; rows past the list become zero.
+// Starts copying the tile's rows, two to a warp; rows past the list become zero.
 __device__ __forceinline__ void fetch_tile(u8* to, int stride, const Planes& planes, const int* slots, int first, int count) {
     constexpr int PER_LATENT = LATENT_BYTES / 16, PER_ROW = RAW_BYTES / 16;
-    for (int i = threadIdx.x; i < TILE * PER_ROW; i += THREADS) {
-        const int key = i / PER_ROW, part = i % PER_ROW;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int key = warp; key < TILE; key += WARPS) {
         const bool take = first + key < count;
         const long long slot = take ? slots[first + key] : 0;
-        const u8* from = part < PER_LATENT ? planes.latent + slot * LATENT_BYTES + part * 16
-                                           : planes.rotary + slot * ROTARY_BYTES + (part - PER_LATENT) * 16;
-        cp_async_16(to + key * stride + part * 16, from, take);
+        const u8* latent = planes.latent + slot * LATENT_BYTES;
+        const u8* rotary = planes.rotary + slot * ROTARY_BYTES - LATENT_BYTES;
+#pragma unroll
+        for (int base = 0; base < PER_ROW; base += 32) {
+            const int part = base + lane;
+            if (part < PER_ROW) cp_async_16(to + key * stride + part * 16, (part < PER_LATENT ? latent : rotary) + part * 16, take);
+        }
     }
 }
 
@@ -140,18 +145,33 @@ __device__ __forceinline__ float float_at(const u8* row) {
 
 __device__ __forceinline__ u32 bf16_twice(float x) { return both_highs(__float_as_uint(x)); }  // x exact in bfloat16
 
+// 32 bytes a lane, next to each other: every other four lanes begin with the second half, so that eight lanes fill all banks.
+__device__ __forceinline__ void store_sixteen(u8* to, uint4 first, uint4 second) {
+    const int swap = threadIdx.x / 4 % 2;
+    reinterpret_cast<uint4*>(to)[swap] = swap ? second : first;
+    reinterpret_cast<uint4*>(to)[1 - swap] = swap ? first : second;
+}
+
 // 16 e4m3 codes times a power of two.
 __device__ __forceinline__ void unpack_e4m3(const u8* codes, float scale, u8* to) {
     const uint4 raw = *reinterpret_cast<const uint4*>(codes);
-    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w}, scale2 = bf16_twice(scale);
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
     u32 out[8];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        out[2 * i] = bf16_mul2(e4m3_pair(low_bytes(words[i])), scale2);
-        out[2 * i + 1] = bf16_mul2(e4m3_pair(high_bytes(words[i])), scale2);
+        out[2 * i] = e4m3_bits(low_highs(words[i]));
+        out[2 * i + 1] = e4m3_bits(high_highs(words[i]));
     }
-    reinterpret_cast<uint4*>(to)[0] = make_uint4(out[0], out[1], out[2], out[3]);
-    reinterpret_cast<uint4*>(to)[1] = make_uint4(out[4], out[5], out[6], out[7]);
+    // Both powers of two at once, unless their product leaves bfloat16 (a row of values beyond 2^14).
+    const bool once = scale < 128.0f;
+    const u32 factor = bf16_twice(once ? scale * 0x1p120f : 0x1p120f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) out[i] = bf16_mul2(out[i], factor);
+    if (!once) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) out[i] = bf16_mul2(out[i], bf16_twice(scale));
+    }
+    store_sixteen(to, make_uint4(out[0], out[1], out[2], out[3]), make_uint4(out[4], out[5], out[6], out[7]));
 }
 
 // 16 e2m1 codes times their block's scale and the row's.
@@ -164,34 +184,31 @@ __device__ __forceinline__ void unpack_e2m1(const u8* codes, float scale, u8* to
         const u32 two = words[i / 4] >> (8 * (i % 4));
         out[i] = bf16_mul2(e2m1_pair((two & 0xfu) | ((two & 0xf0u) << 12)), scale2);
     }
-    reinterpret_cast<uint4*>(to)[0] = make_uint4(out[0], out[1], out[2], out[3]);
-    reinterpret_cast<uint4*>(to)[1] = make_uint4(out[4], out[5], out[6], out[7]);
+    store_sixteen(to, make_uint4(out[0], out[1], out[2], out[3]), make_uint4(out[4], out[5], out[6], out[7]));
 }
 
-// Raw rows to bfloat16 rows. Row scales are powers of two and block scales have four bits, so every value is exact.
+// Raw rows to bfloat16 rows, two to a warp. Row scales are powers of two and block scales have four bits, so every value is exact.
 __device__ __forceinline__ void unpack_tile(const u8* raw, u8* tile) {
-    constexpr int PER_ROW = (LATENT + ROTARY) / 16;
-    for (int i = threadIdx.x; i < TILE * PER_ROW; i += THREADS) {
-        const int key = i / PER_ROW, part = i % PER_ROW;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1  // both keys at once take more registers than there are
+    for (int key = warp; key < TILE; key += WARPS) {
         const u8* row = raw + key * RAW_BYTES;
-        u8* to = tile + key * KEY_STRIDE + part * 32;
-        if (part < LATENT / 16) {
+        u8* to = tile + key * KEY_STRIDE;
+        if (lane < LATENT / 16) {
 #if KV == 1
-            unpack_e4m3(row + part * 16, float_at<LATENT>(row), to);
+            unpack_e4m3(row + lane * 16, float_at<LATENT>(row), to + lane * 32);
 #else
-            const u32 block = e4m3_pair(row[LATENT / 2 + part]);
-            unpack_e2m1(row + part * 8, bf16_low(block) * float_at<LATENT / 2 + LATENT / 16>(row), to);
-#endif
-        } else {
-            const int at = part - LATENT / 16;
-#if KV == 3
-            unpack_e4m3(row + LATENT_BYTES + at * 16, float_at<LATENT / 2 + LATENT / 16 + 4>(row), to);
-#else
-            const uint4* from = reinterpret_cast<const uint4*>(row + LATENT_BYTES + at * 32);
-            reinterpret_cast<uint4*>(to)[0] = from[0];
-            reinterpret_cast<uint4*>(to)[1] = from[1];
+            const float block = bf16_low(e4m3_pair(row[LATENT / 2 + lane]));
+            unpack_e2m1(row + lane * 8, block * float_at<LATENT / 2 + LATENT / 16>(row), to + lane * 32);
 #endif
         }
+#if KV == 3
+        if (lane < ROTARY / 16)
+            unpack_e4m3(row + LATENT_BYTES + lane * 16, float_at<LATENT / 2 + LATENT / 16 + 4>(row), to + LATENT * 2 + lane * 32);
+#else
+        if (lane < ROTARY / 8)
+            *reinterpret_cast<uint4*>(to + LATENT * 2 + lane * 16) = *reinterpret_cast<const uint4*>(row + LATENT_BYTES + lane * 16);
+#endif
     }
 }
 
@@ -255,16 +272,16 @@ __device__ __forceinline__ void soften_tile(Shared& shared, Running& running, fl
 
 // out^T = out^T * factor + V^T . P^T
 __device__ __forceinline__ void weigh_tile(const Shared& shared, const u8* tile, Output& out, int warp, int lane) {
-    const int g = lane / 4, t = lane % 4;
+    const int t = lane % 4;
     u32 p[HEAD_TILES][2][2];
 #pragma unroll
     for (int j = 0; j < HEAD_TILES; j++) {
-        const u8* row = shared.p + (j * 8 + g) * P_STRIDE + t * 4;
-#pragma unroll
-        for (int s = 0; s < 2; s++) {
-            p[j][s][0] = *reinterpret_cast<const u32*>(row + s * 32);
-            p[j][s][1] = *reinterpret_cast<const u32*>(row + s * 32 + 16);
-        }
+        u32 all[4];  // the four groups of 8 keys
+        ldmatrix_x4(all, shared.p + (j * 8 + lane % 8) * P_STRIDE + lane / 8 * 16);
+        p[j][0][0] = all[0];
+        p[j][0][1] = all[1];
+        p[j][1][0] = all[2];
+        p[j][1][1] = all[3];
         const float even = shared.factor[0][j * 8 + 2 * t], odd = shared.factor[0][j * 8 + 2 * t + 1];
 #pragma unroll
         for (int m = 0; m < OUT_TILES; m++) {

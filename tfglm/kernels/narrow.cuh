@@ -18,5 +18,12 @@ __device__ __forceinline__ u32 e2m1_pair(u32 pair) {
 __device__ __forceinline__ u32 low_bytes(u32 word) { return __byte_perm(word, 0, 0x4140); }
 __device__ __forceinline__ u32 high_bytes(u32 word) { return __byte_perm(word, 0, 0x4342); }
 
+// Two e4m3 codes, each in the high byte of a half, to bfloat16 bits that are too small by 2^120.
+__device__ __forceinline__ u32 e4m3_bits(u32 highs) { return (highs & 0x80008000u) | ((highs >> 4) & 0x07f007f0u); }
+
+// Four neighbouring bytes as two pairs of high bytes.
+__device__ __forceinline__ u32 low_highs(u32 word) { return __byte_perm(word, 0, 0x1404); }
+__device__ __forceinline__ u32 high_highs(u32 word) { return __byte_perm(word, 0, 0x3424); }
+
 __device__ __forceinline__ u32 both_halves(u32 low) { return __byte_perm(low, 0, 0x1010); }
 __device__ __forceinline__ u32 both_highs(u32 high) { return __byte_perm(high, 0, 0x3232); }

@@ -131,8 +131,9 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// Through one instruction on integers whose order is that of the floats; x is no NaN.
 __device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
-    return x;
+    const int bits = __float_as_int(x);
+    const int top = __reduce_max_sync(0xffffffffu, bits ^ ((bits >> 31) & 0x7fffffff));
+    return __int_as_float(top ^ ((top >> 31) & 0x7fffffff));
 }
