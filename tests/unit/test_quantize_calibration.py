@@ -21,6 +21,7 @@ from tfglm.ops.base import PlainExperts, Routing
 from tfglm.quantize.encoder import search_on_cpu
 from tfglm.quantize.experts import ExpertLayer
 from tfglm.quantize.hessian import DAMPING
+from tfglm.quantize.place import CpuPlace
 from tfglm.quantize.recipe import Recipe
 from tfglm.quantize.text import conversations, sequences
 from tfglm.quantize.walk import Walk
@@ -43,7 +44,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Glm53, Mtp]:
 def test_the_walk_is_the_forward_pass(loaded: tuple[Glm53, Mtp]) -> None:
     model, mtp = loaded
     assert set(model.config.indexer_types) == {"full", "shared"}
-    walk = Walk(model.config, model.ops, model.weights.embed, SEQUENCES)
+    walk = Walk(model.config, CpuPlace(model.config, 300), model.weights.embed, SEQUENCES)
     for layer in model.weights.layers:
         walk.add(moe.feed_forward(model.ops, model.config, layer.ffn, walk.attention(layer)))
     tapped = []
@@ -59,10 +60,9 @@ def test_the_walk_is_the_forward_pass(loaded: tuple[Glm53, Mtp]) -> None:
     [layer] = mtp.weights.layer.layers
     walk.add(moe.feed_forward(model.ops, model.config, layer.ffn, walk.attention(layer)))
     for number, tokens in enumerate(SEQUENCES):
-        stream = mtp.open_stream()
-        following = [*tokens[1:], tokens[0]]
-        step = mtp.absorb([Rows(stream, following, len(following))], tapped[number])
-        stream.close()
+        trunk, following = model.open_stream(), [*tokens[1:], tokens[0]]
+        step = mtp.absorb([Rows(mtp.open_stream(trunk), following, len(following))], tapped[number])
+        trunk.close()
         rows = model.ops.rms_norm(walk.x[number], mtp.weights.layer.norm, model.config.rms_norm_eps)
         torch.testing.assert_close(rows, step.rows, rtol=1e-4, atol=1e-4)
 

@@ -50,6 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--own-scales", action="store_true", help="input scales of its own for every matrix, not one set a layer"
     )
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto takes a GPU if there is one (default)"
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: one a core)")
     parser.set_defaults(run=run)
 
@@ -111,6 +114,7 @@ def _quantise(checkpoint: Checkpoint, args: argparse.Namespace, recipe: Recipe, 
             args.target,
             recipe,
             tokens,
+            device=args.device,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
 

@@ -25,6 +25,7 @@ from tfglm.quantize.linear import Inputs, Quantised, expected_error, quantise, r
 from tfglm.quantize.recipe import Recipe
 
 GATE, UP, DOWN = range(3)
+_SUM_ROWS = 16384
 _SCALE_TILES = 32
 _SCALE_EXPERTS = 4
 """The scale of a width is searched on some tiles of a few experts; after rotation all look alike."""
@@ -97,7 +98,7 @@ class ExpertLayer:
     def seen(self, expert: int) -> Seen:
         """Computed anew at each call: Hessians of all experts of a layer would not fit in memory at once."""
         row, pick = (self._routing.experts == expert).nonzero(as_tuple=True)
-        weights, x = self._routing.weights[row, pick], self._rows[row]
+        weights, x = self._routing.weights[row, pick], self._rows[row].float()
         gate, up, down = (self._matrix(expert, projection) for projection in (GATE, UP, DOWN))
         hidden = torch.nn.functional.silu(x @ gate) * (x @ up)
         output = (hidden @ down) * weights[:, None]
@@ -110,7 +111,10 @@ class ExpertLayer:
 
     @cached_property
     def _mean_of_all(self) -> torch.Tensor:
-        return _mean(self._rows, None)
+        total = HessianSum(self._rows.shape[1], self._rows.device)
+        for rows in self._rows.split(_SUM_ROWS):
+            total.add(rows)
+        return total.mean()
 
     # ---- the matrices
     def _matrix(self, expert: int, projection: int) -> torch.Tensor:
@@ -133,7 +137,7 @@ class ExpertLayer:
 
     @cached_property
     def _shared_su(self) -> torch.Tensor:
-        energy, columns = torch.zeros_like(self._rows[0]), 0
+        energy, columns = torch.zeros(self._rows.shape[1], device=self._rows.device), 0
         for expert in range(self.count):
             for projection in (GATE, UP):
                 w = self._matrix(expert, projection)
@@ -196,7 +200,7 @@ class ExpertLayer:
         return self._scales[key]
 
 
-def _mean(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def _mean(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     total = HessianSum(x.shape[1], x.device)
     total.add(x, weights)
     return total.mean()

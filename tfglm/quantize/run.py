@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,19 @@ from tfglm.models.mtp import load_mtp
 from tfglm.models.source import CheckpointSource
 from tfglm.models.weights import LayerWeights, ModelWeights, MoeWeights, load_layer
 from tfglm.ops.base import PlainExperts, Routing
-from tfglm.ops.reference import ReferenceOps
 from tfglm.quantize import experts
 from tfglm.quantize.allocate import budgets
 from tfglm.quantize.encoder import search_on
 from tfglm.quantize.experts import ExpertLayer, LayerReport
 from tfglm.quantize.files import Manifest, header_names, read_shard, write_json, write_shard
+from tfglm.quantize.place import Place, place
 from tfglm.quantize.recipe import Recipe
 from tfglm.quantize.walk import Walk
 
 REPORT_FILE = "quantize-report.json"
 _REST_FILE = "model-rest.safetensors"
 _MATRICES = 3  # of an expert
+_CHUNK_ROWS = 2048  # that go through a feed-forward part together
 
 Progress = Callable[[int, int], None]
 """Called with experts done and experts there are."""
@@ -64,17 +66,19 @@ def quantise_checkpoint(
     target: Path,
     recipe: Recipe,
     sequences: Sequence[Sequence[int]],
+    device: str = "cpu",
     progress: Progress = lambda done, total: None,
 ) -> Report:
     """Write `source` with its routed experts quantised into the folder `target`.
 
-    sequences: token ids of the calibration text. A run that was stopped goes on after the last finished layer, to the
-    same bytes. Raises ConfigError and CheckpointError.
+    sequences: token ids of the calibration text. device: cpu, cuda or auto. A run that was stopped goes on after the
+    last finished layer, on the same machine to the same bytes. Raises ConfigError and CheckpointError.
     """
     _check(source, target)
+    where = place(device, source.config, max(map(len, sequences)))
     manifest = Manifest.open(target, _job(source, recipe, sequences))
     with torch.inference_mode():
-        _Run(source, manifest, recipe, sequences, progress).layers()
+        _Run(source, manifest, recipe, where, sequences, progress).layers()
     rest = _REST_FILE
     if not manifest.done(rest):
         write_shard(target / rest, {name: source.read(name) for name in source.entries if _layer_of(name) is None})
@@ -90,6 +94,7 @@ class _Run:
         source: Checkpoint,
         manifest: Manifest,
         recipe: Recipe,
+        place: Place,
         sequences: Sequence[Sequence[int]],
         progress: Progress,
     ) -> None:
@@ -98,9 +103,9 @@ class _Run:
         self._manifest = manifest
         self._recipe = recipe
         self._progress = progress
-        self._ops = ReferenceOps()
+        self._place, self._ops = place, place.ops
         self._embed = self._source.tensor("model.embed_tokens.weight")
-        self._walk = Walk(self._config, self._ops, self._embed, sequences)
+        self._walk = Walk(self._config, place, self._embed, sequences)
         count = self._config.n_routed_experts
         self._sparse = [n for n, kind in enumerate(self._config.mlp_layer_types) if kind == "sparse"]
         self._sparse += [self._config.num_hidden_layers] * self._config.num_nextn_predict_layers
@@ -117,7 +122,7 @@ class _Run:
             if isinstance(layer.ffn, MoeWeights):
                 self._walk.add(self._sparse_layer(number, layer.ffn, inputs))
             else:
-                self._walk.add(moe.mlp(self._ops, layer.ffn, inputs))
+                self._walk.add(self._in_chunks(partial(moe.mlp, self._ops, layer.ffn), inputs))
                 if not self._manifest.done(name):
                     write_shard(self._manifest.folder / name, self._plain_tensors(number))
                     self._manifest.add(name)
@@ -125,18 +130,18 @@ class _Run:
     def _each_layer(self) -> Iterator[tuple[int, LayerWeights]]:
         """Every layer of the trunk, then the MTP layer, behind whose entrance the rows then stand."""
         for number in range(self._config.num_hidden_layers):
-            yield number, load_layer(self._config, self._source, number)
+            yield number, self._place.layer(load_layer(self._config, self._source, number))
         if self._config.num_nextn_predict_layers:
             norm = self._source.tensor("model.norm.weight").float()
             trunk = ModelWeights(self._embed, (), norm, self._source.linear("lm_head"))
             weights = load_mtp(trunk, self._config, self._source)
             self._walk.enter_mtp(norm, weights)
             [layer] = weights.layer.layers
-            yield self._config.num_hidden_layers, layer
+            yield self._config.num_hidden_layers, self._place.layer(layer)
 
     def _sparse_layer(self, number: int, weights: MoeWeights, inputs: torch.Tensor) -> torch.Tensor:
         """The layer's branch through its quantised experts, which are made and stored unless they are there."""
-        routing = self._ops.route(inputs, weights.gate, weights.correction, self._config)
+        routing = self._routing(weights, inputs)
         name, count = _layer_file(number), self._config.n_routed_experts
         path, prefix = self._manifest.folder / name, f"{layer_prefix(number)}.mlp.experts"
         if self._manifest.done(name):
@@ -147,8 +152,18 @@ class _Run:
             tensors, report = self._quantise(number, prefix, inputs, routing, weights.experts)
             write_shard(path, tensors | self._plain_tensors(number))
             self._manifest.add(name, dataclasses.asdict(report), number)
-        quantised = experts_in_memory(tensors, prefix, count)
-        return self._ops.experts(inputs, routing, quantised) + moe.mlp(self._ops, weights.shared, inputs)
+        quantised = self._place.experts(experts_in_memory(tensors, prefix, count))
+        weights = dataclasses.replace(weights, experts=quantised)
+        return self._in_chunks(partial(moe.feed_forward, self._ops, self._config, weights), inputs)
+
+    def _routing(self, weights: MoeWeights, inputs: torch.Tensor) -> Routing:
+        parts = [
+            self._ops.route(rows, weights.gate, weights.correction, self._config) for rows in inputs.split(_CHUNK_ROWS)
+        ]
+        return Routing(torch.cat([part.experts for part in parts]), torch.cat([part.weights for part in parts]))
+
+    def _in_chunks(self, branch: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([branch(rows) for rows in inputs.split(_CHUNK_ROWS)])
 
     def _quantise(
         self, number: int, prefix: str, inputs: torch.Tensor, routing: Routing, plain: PlainExperts
