@@ -63,6 +63,12 @@ class Settings:
         high=4096,
         commands=_BOTH,
     )
+    prefill_share: float = _setting(
+        0.68,
+        "share of the time that reading a prompt gets while other replies are being written; 1 takes turns",
+        low=0.05,
+        high=1,
+    )
     kv: str = _setting(
         "bf16",
         "format of the latent cache; a CPU has bf16, and fp32 only for comparing with other engines",

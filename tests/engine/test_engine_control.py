@@ -190,7 +190,7 @@ def test_a_request_waits_until_the_pages_of_its_whole_reply_are_free(gate: Gate)
 
 def test_prompt_chunks_and_rounds_take_turns() -> None:
     model = FakeModel(COLUMNS)
-    with running(model, parallel=4, prefill_rows=16) as engine:
+    with running(model, parallel=4, prefill_rows=16, prefill_share=1.0) as engine:
         ready = threading.Event()
         talking = Receiver()
 

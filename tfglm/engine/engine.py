@@ -61,7 +61,8 @@ class Engine:
         self._capacity = pages * PAGE
         self._context = min(settings.context or self._capacity, self._capacity)
         self._states = states or PromptStates()
-        self._scheduler = Scheduler(settings.parallel, settings.max_queued, pages, self._states)
+        share = settings.prefill_share
+        self._scheduler = Scheduler(settings.parallel, settings.max_queued, pages, self._states, share)
         self._replies: dict[str, Reply] = {}
         self._state: EngineState = "loading"
         self._changed = threading.Condition()
@@ -184,7 +185,9 @@ class Engine:
             self._retire(reply)
         for reply in plan.admitted:
             self._admit(reply)
+        began = time.monotonic()
         sound = self._step(plan)
+        self._scheduler.took(plan, time.monotonic() - began)
         for reply in [reply for reply in self._scheduler.running if reply.over]:
             self._states.finished(reply)
             self._retire(reply)

@@ -24,17 +24,24 @@ class Plan:
     """The reply whose prompt is read on, or None for a decode round."""
     decoding: list[Reply]
     """The replies of the decode round."""
+    could_decode: bool
+    """Whether any reply could decode, in this turn or instead of it."""
 
 
 class Scheduler:
     """First come, first served, into `parallel` lanes over a cache of `pages` pages.
 
     A request is admitted once the pages of its whole prompt and reply are free, less the kept ones it begins with, so
-    that nothing runs out in the middle of a reply; it is never overtaken by a smaller one. Prompt chunks and decode
-    rounds take turns; several prompts are read in turns too.
+    that nothing runs out in the middle of a reply; it is never overtaken by a smaller one. Several prompts are read in
+    turns.
+
+    A prompt gets the share `prefill_share` of the time while others are decoding: a chunk of c seconds is followed by
+    decode rounds of at least c * (1 - share) / share seconds, and by one round in any case.
     """
 
-    def __init__(self, parallel: int, max_queued: int, pages: int, states: PromptStates) -> None:
+    def __init__(
+        self, parallel: int, max_queued: int, pages: int, states: PromptStates, prefill_share: float = 1.0
+    ) -> None:
         self.waiting: deque[Reply] = deque()
         self.running: list[Reply] = []
         self._pages = pages
@@ -42,6 +49,8 @@ class Scheduler:
         self._parallel = parallel
         self._max_queued = max_queued
         self._withdrawn: list[Reply] = []
+        self._prefill_share = prefill_share
+        self._owed_s = 0.0
         self._read_last = False
 
     @property
@@ -83,14 +92,24 @@ class Scheduler:
             admitted.append(reply)
         decoding = [reply for reply in self.running if not reply.reading]
         prompt = next((reply for reply in self.running if reply.reading), None)
-        if prompt is not None and decoding and self._read_last:
+        if prompt is not None and decoding and (self._read_last or self._owed_s > 0):
             prompt = None
         self._read_last = prompt is not None
+        could_decode = bool(decoding)
         if prompt is not None:
             self.running.remove(prompt)
             self.running.append(prompt)
             decoding = []
-        return Plan(dropped, admitted, prompt, decoding)
+        return Plan(dropped, admitted, prompt, decoding, could_decode)
+
+    def took(self, plan: Plan, seconds: float) -> None:
+        """A plan was carried out: what its chunk makes the prompts owe to those who decode, or its round pays back."""
+        if not plan.could_decode:
+            self._owed_s = 0.0
+        elif plan.prompt is not None:
+            self._owed_s += seconds * (1 - self._prefill_share) / self._prefill_share
+        else:
+            self._owed_s = max(0.0, self._owed_s - seconds)
 
     def _promise(self, reply: Reply) -> bool:
         """Set aside what a reply needs beside the kept pages it begins with; others are dropped for it. False if there
