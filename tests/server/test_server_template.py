@@ -307,6 +307,7 @@ def test_where_the_template_comes_from(tmp_path: Path):
         ("tokenizer_config.json", b'{"chat_template": [1, {"name": "x"}]}', "no chat_template"),
         ("tokenizer_config.json", b'{"chat_template": 5}', "no chat_template"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+        ("chat_template.jinja", b"{{" + b"(" * 5000 + b")" * 5000 + b"}}", "chat_template.jinja: the template nests"),
     ],
 )
 def test_unusable_template_files_are_named(tmp_path: Path, file: str, content: bytes, message: str):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, cast
 
-from tfglm.checkpoint.jsonfile import read_object
+from tfglm.checkpoint.jsonfile import read_object, shown
 from tfglm.errors import ConfigError
 
 MODEL_TYPE = "glm_moe_dsa"
@@ -163,7 +163,7 @@ class _Fields:
         return self.raw.get(name) is None
 
     def refuse(self, name: str, supported: str) -> ConfigError:
-        value = f"is {self.raw[name]!r}" if name in self.raw else "is not given"
+        value = f"is {shown(self.raw[name])}" if name in self.raw else "is not given"
         return ConfigError(f"{self.source}: {name} {value}; supported: {supported}")
 
     def integer(self, name: str, default: int, *, low: int = 1, high: int = _MAX_WIDTH) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 from tfglm.errors import TfglmError
 
+_LONGEST_SHOWN = 200
+
 
 def read_object(path: Path, error: type[TfglmError]) -> dict[str, Any]:
     """The JSON object in `path`. Raises `error` naming the file, and the line where it does not parse."""
@@ -28,7 +30,7 @@ def parse_object(data: bytes, source: str, error: type[TfglmError]) -> dict[str,
         if len(result) != len(items):
             keys = [key for key, _ in items]
             repeated = next(key for key in keys if keys.count(key) > 1)
-            raise error(f"{source}: key {repeated!r} is given more than once")
+            raise error(f"{source}: key {shown(repeated)} is given more than once")
         return result
 
     def constant(word: str) -> Any:
@@ -45,6 +47,12 @@ def parse_object(data: bytes, source: str, error: type[TfglmError]) -> dict[str,
     if not isinstance(value, dict):
         raise error(f"{source} holds a JSON {_kind(value)}; an object is needed")
     return value
+
+
+def shown(value: object) -> str:
+    """A value out of a file for a message: as Python writes it, cut so that the message stays one readable line."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
 def _kind(value: object) -> str:

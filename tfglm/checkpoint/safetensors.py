@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfglm.checkpoint.jsonfile import parse_object
+from tfglm.checkpoint.jsonfile import parse_object, shown
 from tfglm.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -39,6 +39,9 @@ ITEM_BYTES: Mapping[str, int] = {
 """Bytes an element, by the format's name of the dtype."""
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# The format has no bounds on these; any will do that keeps a product of sizes short enough for a message.
+_MAX_SIZE = 1 << 80
+_MAX_DIMENSIONS = 8
 _ALIGNMENT = 8
 
 
@@ -77,14 +80,18 @@ def read_header(fd: int, file: Path) -> list[TensorEntry]:
 def _entry(name: str, fields: Any, file: Path, start: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
-        if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        sizes = (*shape, begin, end)
+        if not isinstance(dtype, str) or len(shape) > _MAX_DIMENSIONS:
+            raise ValueError
+        if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in sizes):
             raise ValueError
     except (TypeError, KeyError, ValueError):
         raise CheckpointError(
-            f"{file}: tensor {name} is described by {fields!r}; dtype, shape and data_offsets [begin, end] are needed"
+            f"{file}: tensor {name} is described by {shown(fields)}; "
+            "dtype, shape and data_offsets [begin, end] are needed"
         ) from None
     if dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{file}: tensor {name} has dtype {dtype!r}; known: {', '.join(ITEM_BYTES)}")
+        raise CheckpointError(f"{file}: tensor {name} has dtype {shown(dtype)}; known: {', '.join(ITEM_BYTES)}")
     entry = TensorEntry(name, file, dtype, shape, start + begin)
     if entry.nbytes != end - begin:
         raise CheckpointError(

@@ -54,6 +54,8 @@ class ChatTemplate:
             return cls(source, _special_tokens(config))
         except TemplateSyntaxError as error:
             raise CheckpointError(f"{folder / name}: line {error.lineno}: {error.message}") from None
+        except RecursionError:
+            raise CheckpointError(f"{folder / name}: the template nests too deep to be compiled") from None
 
     def render(
         self,
