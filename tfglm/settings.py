@@ -85,6 +85,13 @@ class Settings:
         "", "folder of a dspark or dflash2 drafter: config.json and safetensors", commands=_BOTH
     )
     copy: bool = _setting(True, "also guess that a reply goes on as the prompt or the reply once did")
+    copy_corpus: int = _setting(
+        0,
+        "tokens of finished replies that later requests may copy from; 0 keeps requests apart: speed could tell one "
+        "client what another was told",
+        low=0,
+        high=16777216,
+    )
     draft_noise: float = _setting(
         1.0, "share of the reply's own noise in the choice of sampled drafts; 0 drafts greedily", low=0, high=2
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tfglm.drafts.automaton import NONE, ROOT, SuffixAutomaton
 from tfglm.drafts.base import NO_DRAFT, Draft
-from tfglm.drafts.copy import LONGEST_COPY, SHORTEST_MATCH, CopyIndex, trusted
+from tfglm.drafts.copy import LONGEST_COPY, SHORTEST_MATCH, CopyCorpus, CopyIndex, trusted
 
 
 def built(text: list[int]) -> SuffixAutomaton:
@@ -131,3 +131,56 @@ def test_an_index_grows_in_linear_time(kind: str) -> None:
         index.add(token)
     assert index.steps < 10 * length
     assert len(index.link) <= 2 * length
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.lists(st.integers(0, 2), max_size=20), st.randoms())
+def test_another_text_finds_its_longest_suffix_while_the_index_grows(
+    text: list[int], other: list[int], dice: random.Random
+) -> None:
+    index, grown, place = SuffixAutomaton(), 0, (ROOT, 0)
+    for read, token in enumerate(other, start=1):
+        for more in text[grown : grown + dice.randrange(4)]:
+            index.add(more)
+            grown += 1
+        before = place[1]
+        place = index.advance(place, token)
+        known = text[:grown]
+        longest = max((n for n in range(1, read + 1) if ends(known, other[read - n : read])), default=0)
+        # What was added since the last token can make a longer suffix known than the one that was followed.
+        assert place[1] == max(
+            (n for n in range(1, min(before + 1, read) + 1) if ends(known, other[read - n : read])), default=0
+        )
+        assert place[1] <= longest
+
+
+def test_replies_of_others_are_copied_from_a_corpus_and_not_beyond_their_ends() -> None:
+    corpus = CopyCorpus(1000)
+    teacher = CopyIndex(corpus)
+    teacher.read_prompt([1, 2])
+    teacher.add([10, 11, 12, 13, 14, 15])
+    assert copied([3, 10, 11, 12], [], 5) == NO_DRAFT
+    pupil = CopyIndex(corpus)
+    pupil.read_prompt([3, 10, 11])
+    assert pupil.propose(12, 5) == NO_DRAFT, "a reply is copied when it is over"
+    teacher.close()
+    other = CopyIndex(corpus)
+    other.add([70, 71, 72, 73])
+    other.close()
+    pupil = CopyIndex(corpus)
+    pupil.read_prompt([3, 10, 11])
+    draft = pupil.propose(12, 9)
+    assert (draft.source, draft.match, draft.tokens) == ("copy-corpus", 3, (13, 14, 15))
+
+
+def test_a_corpus_drops_its_older_half() -> None:
+    corpus = CopyCorpus(40)
+    for start in range(0, 200, 10):
+        index = CopyIndex(corpus)
+        index.add(range(start, start + 10))
+        index.close()
+        assert sum(half.size for half in corpus.halves) <= 44
+    late, early = CopyIndex(corpus), CopyIndex(corpus)
+    late.add([190, 191])
+    early.add([0, 1])
+    assert late.propose(192, 3).tokens == (193, 194, 195) and early.propose(2, 3) == NO_DRAFT

@@ -141,6 +141,7 @@ def _drafting(
 ) -> Drafting | None:
     """The drafter, loaded, and windows timed; None when nothing is to be drafted."""
     from tfglm.drafts.choose import load_drafter, measured_costs
+    from tfglm.drafts.copy import CopyCorpus
     from tfglm.drafts.costs import TEXT, Costs
     from tfglm.drafts.policy import Policy
     from tfglm.drafts.speculator import Speculator
@@ -166,7 +167,10 @@ def _drafting(
         costs.first_ms,
         costs.next_ms,
     )
-    speculator = Speculator(drafter, Policy(costs), copy=settings.copy, vocab_size=tokenizer.vocab_size)
+    corpus = CopyCorpus(settings.copy_corpus) if settings.copy_corpus else None
+    speculator = Speculator(
+        drafter, Policy(costs), copy=settings.copy, vocab_size=tokenizer.vocab_size, corpus=corpus
+    )
     return Drafting(speculator, settings.draft_noise)
 
 

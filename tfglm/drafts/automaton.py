@@ -12,6 +12,9 @@ from collections.abc import Iterator
 
 NONE = -1
 ROOT = 0
+Place = tuple[int, int]
+"""A state and the length of the one of its strings that a text ends with: the longest suffix of it that occurs."""
+
 COUNTED_LINKS = 16
 """States whose occurrences are counted when a token is added, from the longest suffix down: bounded, so that a text of
 one repeated token does not cost its length every time."""
@@ -64,6 +67,18 @@ class SuffixAutomaton:
         if self._token[state] != NONE:
             yield self._token[state], self._next[state]
         yield from self._more.get(state, {}).items()
+
+    def advance(self, place: Place, token: int) -> Place:
+        """The place of a text that goes on with `token`, as text that need not be this one's own. The texts may grow
+        between two calls."""
+        state, length = place
+        while state != ROOT and length <= self.length[self.link[state]]:
+            state = self.link[state]  # the state was split, and the shorter strings went to its new half
+        while state != ROOT and self.follow(state, token) == NONE:
+            state = self.link[state]
+            length = self.length[state]
+        after = self.follow(state, token)
+        return (ROOT, 0) if after == NONE else (after, length + 1)
 
     def _new(self, length: int, end: int) -> int:
         self.link.append(NONE)

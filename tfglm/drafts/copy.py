@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from tfglm.drafts.automaton import NONE, SuffixAutomaton
+from tfglm.drafts.automaton import NONE, ROOT, Place, SuffixAutomaton
 from tfglm.drafts.base import NO_DRAFT, Draft
+
+END = 1 << 40
+"""The first of the numbers that end a text of a corpus: beyond every token id."""
 
 SHORTEST_MATCH = 3
 """Tokens that must agree before anything is copied."""
@@ -13,57 +16,102 @@ SHORTEST_MATCH = 3
 LONGEST_COPY = 15
 """With the pending token a window of 16 rows, the widest that kernels read in one tile."""
 
-TRUSTED_MATCH = {"copy-prompt": 8, "copy-reply": 24}
+TRUSTED_MATCH = {"copy-prompt": 8, "copy-corpus": 16, "copy-reply": 24}
 """A copy with at least so many tokens agreeing before it needs no second opinion. A reply repeats itself by accident
 more often than it repeats its prompt."""
 
 
-class CopyIndex:
-    """Prompt and reply so far of one stream, as an index of continuations."""
+class CopyCorpus:
+    """The latest replies of all requests, at most `tokens` of them. The older half is dropped when it is full."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
+        self._half = max(1, tokens // 2)
+        self._old, self._new = SuffixAutomaton(), SuffixAutomaton()
+        self._end = END
+
+    @property
+    def halves(self) -> tuple[SuffixAutomaton, SuffixAutomaton]:
+        return self._old, self._new
+
+    def add(self, reply: Sequence[int]) -> None:
+        """Keep a finished reply. It ends with a token that no text has, so that none goes on into the next."""
+        if self._new.size + len(reply) >= self._half:
+            self._old, self._new = self._new, SuffixAutomaton()
+        for token in (*reply[: self._half], self._end):
+            self._new.add(token)
+        self._end += 1
+
+
+class CopyIndex:
+    """Prompt and reply so far of one stream as an index of continuations, beside a corpus of others if there is one."""
+
+    def __init__(self, corpus: CopyCorpus | None = None) -> None:
         self._automaton = SuffixAutomaton()
         self._prompt_length = 0
+        self._corpus = corpus
+        self._others = corpus.halves if corpus else ()
+        self._places: list[Place] = [(ROOT, 0)] * len(self._others)
+        self._reply: list[int] = []
 
     def read_prompt(self, tokens: Iterable[int]) -> None:
-        self.add(tokens)
+        self._append(tokens)
         self._prompt_length = self._automaton.size
 
-    def add(self, tokens: Iterable[int]) -> None:
+    def add(self, tokens: Sequence[int]) -> None:
         """The reply goes on."""
-        for token in tokens:
-            self._automaton.add(token)
+        self._append(tokens)
+        if self._corpus:
+            self._reply += tokens
+
+    def close(self) -> None:
+        """The reply is over: others may copy it."""
+        if self._corpus:
+            self._corpus.add(self._reply)
 
     def propose(self, pending: int, room: int) -> Draft:
         """Add the pending token and tell what followed the longest suffix that occurred before; where it was followed
-        by several tokens, the most frequent, then the latest.
+        by several tokens, the most frequent, then the latest. The stream's own text goes before the corpus.
 
         A confidence is the token's share of what followed, less for a short match. It is a first guess: the policy
         learns what a match of some length from prompt or reply is worth.
         """
-        self._automaton.add(pending)
+        self.add([pending])
         index = self._automaton
         state = index.link[index.last]
-        if state == NONE or index.length[state] < SHORTEST_MATCH:
+        match = 0 if state == NONE else index.length[state]
+        source = "copy-prompt" if match and index.first_end[state] < self._prompt_length else "copy-reply"
+        for other, (place, length) in zip(self._others, self._places, strict=True):
+            if length > match:
+                index, state, match, source = other, place, length, "copy-corpus"
+        if match < SHORTEST_MATCH:
             return NO_DRAFT
-        source = "copy-prompt" if index.first_end[state] < self._prompt_length else "copy-reply"
-        match = agreed = index.length[state]
-        tokens: list[int] = []
-        confidence: list[float] = []
-        while len(tokens) < min(room, LONGEST_COPY):
-            after = [(index.seen[s], index.last_end[s], token, s) for token, s in index.followers(state)]
-            if not after:
-                # The text ends here. A repetition goes on where a shorter match was followed.
-                state = index.link[state]
-                agreed = index.length[state]
-                if agreed < SHORTEST_MATCH:
-                    break
-                continue
-            seen, _, token, state = max(after)
-            tokens.append(token)
-            confidence.append(seen / sum(times for times, *_ in after) * agreed / (agreed + 2))
-            agreed += 1
+        tokens, confidence = _continuation(index, state, match, min(room, LONGEST_COPY))
         return Draft(tuple(tokens), tuple(confidence), source, match)
+
+    def _append(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self._automaton.add(token)
+            for number, other in enumerate(self._others):
+                self._places[number] = other.advance(self._places[number], token)
+
+
+def _continuation(index: SuffixAutomaton, state: int, agreed: int, most: int) -> tuple[list[int], list[float]]:
+    tokens: list[int] = []
+    confidence: list[float] = []
+    while len(tokens) < most:
+        after = [(index.seen[s], index.last_end[s], token, s) for token, s in index.followers(state) if token < END]
+        if not after:
+            # The text ends here. A repetition goes on where a shorter match was followed.
+            state = index.link[state]
+            agreed = 0 if state == NONE else index.length[state]
+            if agreed < SHORTEST_MATCH:
+                break
+            continue
+        seen, _, token, state = max(after)
+        tokens.append(token)
+        confidence.append(seen / sum(times for times, *_ in after) * agreed / (agreed + 2))
+        agreed += 1
+    return tokens, confidence
 
 
 def trusted(draft: Draft) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tfglm.cache.pages import Stream
 from tfglm.drafts.base import NO_DRAFT, Ask, Draft, Drafter, Draw, Kept
-from tfglm.drafts.copy import CopyIndex, trusted
+from tfglm.drafts.copy import CopyCorpus, CopyIndex, trusted
 from tfglm.drafts.policy import Policy, Record
 from tfglm.models.taps import Passed, Taps
 
@@ -59,14 +59,18 @@ class Outcome:
 
 
 class Speculator:
-    """Copies and at most one model. vocab_size: ids that may be proposed. One thread at a time."""
+    """Copies and at most one model. corpus: replies of other requests to copy from as well. vocab_size: ids that may be
+    proposed. One thread at a time."""
 
-    def __init__(self, drafter: Drafter | None, policy: Policy, *, copy: bool, vocab_size: int) -> None:
+    def __init__(
+        self, drafter: Drafter | None, policy: Policy, *, copy: bool, vocab_size: int, corpus: CopyCorpus | None = None
+    ) -> None:
         self.slots: dict[tuple[str, int], list[int]] = {}
         """Per source and slot of a draft: tokens verified, tokens kept. Only ever grows."""
         self._drafter = drafter
         self._policy = policy
         self._copy = copy
+        self._corpus = corpus
         self._vocab_size = vocab_size
         self._on = True
 
@@ -121,9 +125,11 @@ class Speculator:
 
     def _open(self, stream: Stream, sampled: bool) -> Lane:
         context = self._drafter.open(stream) if self._drafter else None
-        return Lane(CopyIndex() if self._copy else None, context, self._policy.record(sampled))
+        return Lane(CopyIndex(self._corpus) if self._copy else None, context, self._policy.record(sampled))
 
     def _close(self, lane: Lane) -> None:
+        if lane.index:
+            lane.index.close()
         if self._drafter:
             self._drafter.close(lane.context)
 
