@@ -16,6 +16,10 @@
 // shared memory (cp.async ring, XOR swizzle, ldmatrix). One fp32 chain over all inputs: a row's bits depend on nothing else.
 // A weight is decoded once an item, so an item should hold an expert's whole share of the chunk.
 //
+// What binds it. H200: mma.sync and decoding do not overlap (each alone takes its time off the total), both from issue
+// slots; 16 warps with one strip each are no faster, more stages neither. GB10 has a fifth of the tensor rate a clock, so
+// there decoding should hide behind the products, and prompt_linear fits one block a multiprocessor instead of two.
+//
 // Limits: matrix sizes multiples of 128, 32768 picks, 1024 experts. Widths: 2, 3, 4 bits (WIDTHS=0) or all (1).
 //! variant: CODEBOOK=1 WIDTHS=0
 //! variant: CODEBOOK=0 WIDTHS=0

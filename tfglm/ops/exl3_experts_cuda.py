@@ -129,6 +129,31 @@ def expert_tables(
     )
 
 
+def _check_window(
+    tables: ExpertTables,
+    x: torch.Tensor,
+    picks: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    shared: torch.Tensor | None,
+) -> None:
+    """The kernels see addresses only: refuse tensors that they would misread."""
+    (rows, slots), hidden = picks.shape, tables.hidden
+    expected = {
+        "x": (x, torch.bfloat16, (rows, hidden)),
+        "picks": (picks, torch.int32, (rows, slots)),
+        "weights": (weights, torch.float32, (rows, slots)),
+        "out": (out, torch.float32, (rows, hidden)),
+        **({} if shared is None else {"shared": (shared, torch.float32, (rows, hidden))}),
+    }
+    for name, (tensor, dtype, shape) in expected.items():
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
+                f"the expert kernels read contiguous {dtype} {shape}"
+            )
+
+
 def parts_of(hidden: int) -> int:
     """Runs that the inputs of gate and up are cut into, whose sums are added in order; by the shape alone."""
     return next(parts for parts in (8, 6, 5, 4, 3, 2, 1) if hidden // BLOCK % parts == 0)
@@ -182,6 +207,7 @@ def decode(
     weights: float32 [rows, slots]. shared: float32 [rows, hidden], added last with weight 1.
     """
     rows, slots = picks.shape
+    _check_window(tables, x, picks, weights, out, shared)
     if rows > DECODE_ROWS or rows * slots > _MAX_PICKS:
         raise ValueError(
             f"{rows} rows of {slots} picks; the decode kernels take {DECODE_ROWS} rows, {_MAX_PICKS} picks"
@@ -266,6 +292,7 @@ def prompt(
 ) -> None:
     """As `decode`, for a prompt chunk of up to 4096 rows."""
     rows, slots = picks.shape
+    _check_window(tables, x, picks, weights, out, shared)
     if rows > PROMPT_ROWS:
         raise ValueError(f"{rows} rows; the prompt kernels take {PROMPT_ROWS}")
     hidden, width, experts, w = tables.hidden, tables.width, tables.experts, workspace
