@@ -125,6 +125,13 @@ class Settings:
         high=1024,
         commands=_BOTH,
     )
+    disk_cache: str = _setting(
+        "", "folder on a fast local disk in which prompt states outlive a restart; empty keeps none", commands=_BOTH
+    )
+    disk_cache_gib: float = _setting(64.0, "largest size in GiB of the disk cache", low=0, high=65536)
+    disk_keep_free_gib: float = _setting(
+        100.0, "space in GiB that the disk cache leaves free on its disk", low=0, high=65536
+    )
     guard_gib: float = _setting(
         0.25,
         "the server drains and stops when less than this many GiB stay available; 0 never",

@@ -214,7 +214,7 @@ def test_the_command_prints_a_table_and_json(tiny: Path, capsys: pytest.CaptureF
     assert main(["plan", "--preset", "full", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["fits"] and told["context"] == 499712 and len(told["ranks"]) == 3
-    assert all(rank["need"] == rank["total"] + rank["kept"] + rank["overhead"] for rank in told["ranks"])
+    assert all(rank["need"] == rank["total"] + rank["kept"] + rank["disk"] + rank["overhead"] for rank in told["ranks"])
 
 
 def test_the_command_refuses_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,31 +23,39 @@ from tfglm.cache.pages import PAGE, PagePool, Stream
 
 @dataclass(eq=False)
 class Block:
-    """A kept page. users: streams it is lent to, and whoever writes it away; followers: kept pages right after it."""
+    """A kept page. users: streams it is lent to, and whoever reads it to write it away; followers: kept pages right
+    after it; pending: it waits for that."""
 
     key: bytes
     parent: Block | None
     page: int
     users: int = 0
     followers: int = 0
+    pending: bool = False
 
 
 class KeptStates:
-    """At most `budget` pages, the least recently used dropped first. identity: of the model and all that decides the
+    """At most `budget` pages, the least recently used dropped first; more only while they wait to be written away, and
+    then only as long as nobody else needs them. identity: of the model and all that decides the
     bits of its cache; part of every key.
 
-    One thread at a time, but for `borrow` and `release`, which a writer of pages may call from its own.
+    One thread at a time, but for `borrow`, `release` and `written`, which a writer of pages may call from its own.
     """
 
     def __init__(self, pool: PagePool, budget: int, identity: bytes = b"") -> None:
-        self.on_kept: Callable[[Block], None] = lambda block: None
-        """Called with every page that becomes kept."""
+        self.write_away: Callable[[Block], None] | None = None
+        """Called with every page that becomes kept; `written` is to be called when that is done."""
         self._pool = pool
         self._budget = budget
         self._root = hashlib.blake2b(identity, digest_size=32).digest()
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         self._lent: dict[Stream, list[Block]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def root(self) -> bytes:
+        """What stands for the key before a text's first page."""
+        return self._root
 
     @property
     def pages(self) -> int:
@@ -82,6 +90,11 @@ class KeptStates:
             for block in blocks:
                 block.users -= 1
 
+    def written(self, block: Block) -> None:
+        """A page need no longer wait."""
+        with self._lock:
+            block.pending = False
+
     def borrow(self, key: bytes) -> Block | None:
         """A kept page, held until it is released; None if it was dropped."""
         with self._lock:
@@ -108,7 +121,7 @@ class KeptStates:
                 if block is None:
                     if not self._make_room(parent):
                         break
-                    block = Block(key, parent, page, users=1)
+                    block = Block(key, parent, page, users=1, pending=self.write_away is not None)
                     if parent is not None:
                         parent.followers += 1
                     self._blocks[key] = block
@@ -118,8 +131,9 @@ class KeptStates:
                 parent = block
             for key in reversed([block.key for block in kept]):
                 self._blocks.move_to_end(key)
-        for block in kept:
-            self.on_kept(block)
+        if self.write_away:
+            for block in kept:
+                self.write_away(block)
         return len(kept)
 
     def part(self, stream: Stream) -> None:
@@ -127,21 +141,21 @@ class KeptStates:
         self.release(self._lent.pop(stream, ()))
 
     def drop(self, pages: int) -> int:
-        """Give up to `pages` pages back to the pool; returns how many."""
+        """Give up to `pages` pages back to the pool, whether they wait to be written or not; returns how many."""
         with self._lock:
-            return sum(self._drop_one(None) for _ in range(pages))
+            return sum(self._drop_one(None, pending=True) for _ in range(pages))
 
     def _make_room(self, spare: Block | None) -> bool:
-        """Whether one page more fits the budget, after dropping what has to go but `spare`, which it will follow."""
+        """Whether one page more may be kept, after dropping what has to go but `spare`, which it will follow."""
         while len(self._blocks) >= self._budget:
-            if not self._drop_one(spare):
-                return False
+            if not self._drop_one(spare, pending=False):
+                return self.write_away is not None
         return True
 
-    def _drop_one(self, spare: Block | None) -> bool:
-        """Drop the least recently used page that nobody reads and nothing follows."""
+    def _drop_one(self, spare: Block | None, *, pending: bool) -> bool:
+        """Drop the least recently used page that nobody reads and nothing follows; one that is pending only if so."""
         for key, block in self._blocks.items():
-            if not block.users and not block.followers and block is not spare:
+            if not block.users and not block.followers and block is not spare and (pending or not block.pending):
                 del self._blocks[key]
                 if block.parent is not None:
                     block.parent.followers -= 1

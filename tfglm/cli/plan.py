@@ -119,6 +119,7 @@ def _print(plan: Plan, settings: Settings) -> None:
         ("or, while loading, staging", "staging"),
         ("engine", "total"),
         ("kept prompt states", "kept"),
+        ("disk cache", "disk"),
         ("overhead", "overhead"),
         ("needed", "need"),
         ("available", "available"),

@@ -96,10 +96,9 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from tfglm.cache.kept import KeptStates
     from tfglm.checkpoint.config import GenerationDefaults
     from tfglm.engine.engine import Engine
-    from tfglm.engine.states import PromptStates
+    from tfglm.engine.keep import prompt_states
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.errors import CheckpointError
     from tfglm.models.glm53 import load_model
@@ -128,8 +127,9 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
             kv=settings.kv,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    states = PromptStates(KeptStates(model.cache.pool, plan.kept_pages)) if plan.kept_pages else None
-    engine = Engine(model, tokenizer, settings, eos, _drafting(kind, checkpoint, model, tokenizer, settings), states)
+    drafting = _drafting(kind, checkpoint, model, tokenizer, settings)
+    states = prompt_states(path, model, plan.kept_pages, settings)
+    engine = Engine(model, tokenizer, settings, eos, drafting, states)
     engine.start()
     started.append(engine)
     name = settings.served_name or path.resolve().name
@@ -168,9 +168,7 @@ def _drafting(
         costs.next_ms,
     )
     corpus = CopyCorpus(settings.copy_corpus) if settings.copy_corpus else None
-    speculator = Speculator(
-        drafter, Policy(costs), copy=settings.copy, vocab_size=tokenizer.vocab_size, corpus=corpus
-    )
+    speculator = Speculator(drafter, Policy(costs), copy=settings.copy, vocab_size=tokenizer.vocab_size, corpus=corpus)
     return Drafting(speculator, settings.draft_noise)
 
 

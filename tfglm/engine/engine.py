@@ -19,7 +19,7 @@ from tfglm.engine.api import (
 from tfglm.engine.drafting import Drafting
 from tfglm.engine.model import Model
 from tfglm.engine.reply import Reply
-from tfglm.engine.round import decode, read_chunk
+from tfglm.engine.round import decode, read_chunk, resume
 from tfglm.engine.scheduler import Plan, Scheduler
 from tfglm.engine.states import PromptStates
 from tfglm.engine.tokenizer import Tokenizer
@@ -132,6 +132,8 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(timeout)
         ended = not self._thread.is_alive()
+        if ended:
+            self._states.close()
         if not ended:
             log.error("the engine's step did not end within %.0f s of being asked to stop", timeout)
         self._fail_all(NotServingError.code, "the server stopped before the reply was finished")
@@ -214,8 +216,9 @@ class Engine:
         before = [(len(reply.tokens), reply.drafted, reply.accepted) for reply in replies]
         try:
             if plan.prompt is not None:
-                rows = self._settings.prefill_rows
-                self._iteration_tokens += read_chunk(self._model, plan.prompt, rows, self._drafting)
+                if not resume(plan.prompt, self._states, self._drafting):
+                    rows = self._settings.prefill_rows
+                    self._iteration_tokens += read_chunk(self._model, plan.prompt, rows, self._drafting)
                 self._states.read(plan.prompt)
                 self._chunks += 1
             else:

@@ -126,6 +126,12 @@ class Reply:
         self._counts = TokenCounts(prompt) if has_penalties(params) else None
         self._send(Started(queue_ms=_ms(self._submitted, self._started)))
 
+    def restored(self, tokens: int) -> None:
+        """Take note of prompt tokens whose rows came from elsewhere than the model."""
+        self.read += tokens
+        self.resumed += tokens
+        self._send(Progress(self.read, len(self.request.prompt)))
+
     def chunk_read(self, rows: int, logits: np.ndarray) -> None:
         """Take note of a prompt chunk of `rows` tokens. logits: float32 [rows or 1 or 0, vocab], of its last rows.
 

@@ -15,6 +15,7 @@ import numpy as np
 from tfglm.engine.drafting import Drafting, Drawn
 from tfglm.engine.model import Model, run
 from tfglm.engine.reply import Reply
+from tfglm.engine.states import PromptStates
 from tfglm.errors import TfglmError
 from tfglm.models.window import Rows
 
@@ -22,6 +23,16 @@ log = logging.getLogger(__name__)
 
 LOGPROB_ROWS = 64
 """Prompt rows a chunk when the logits of all of them are wanted: 64 rows of 154,880 logits are 40 MB."""
+
+
+def resume(reply: Reply, states: PromptStates, drafting: Drafting) -> bool:
+    """Take the next part of a reply's prompt from the disk, if it has one; False if it is to be read."""
+    count = states.restore(reply)
+    if count:
+        start = reply.read
+        reply.restored(count)
+        drafting.skip(reply, reply.request.prompt[start : reply.read])
+    return count > 0
 
 
 def read_chunk(model: Model, reply: Reply, prefill_rows: int, drafting: Drafting) -> int:

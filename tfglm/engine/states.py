@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from tfglm.cache.kept import KeptStates
 from tfglm.cache.pages import PAGE, Stream
+from tfglm.cache.tier import DiskTier, Fetch
 from tfglm.engine.reply import Reply
+
+RESTORE_BYTES = 64 << 20
+"""What is copied from the disk's pages in one turn: some 30 ms, less than a chunk of a prompt takes."""
 
 
 class PromptStates:
-    """Without `kept` nothing is kept and every prompt is read from its start. Used by the engine's thread alone."""
+    """Without `kept` nothing is kept and every prompt is read from its start; `disk` keeps more, and across restarts.
+    Used by the engine's thread alone."""
 
-    def __init__(self, kept: KeptStates | None = None) -> None:
+    def __init__(self, kept: KeptStates | None = None, disk: DiskTier | None = None) -> None:
         self._kept = kept
+        self._disk = disk
+        self._fetches: dict[Reply, Fetch] = {}
 
     @property
     def pages(self) -> int:
@@ -38,10 +45,30 @@ class PromptStates:
             self._kept.drop(pages)
 
     def begin(self, reply: Reply, stream: Stream) -> None:
-        """Put the pages that `find` holds at the start of an empty stream."""
+        """Put the pages that `find` holds at the start of an empty stream, and send for those that the disk has."""
         if self._kept and reply.reused:
             self._kept.lend(stream, reply.reused)
             reply.reused = []
+        if self._disk and reply.page_keys:
+            self._disk.used(reply.page_keys)
+            fetch = self._disk.fetch(reply.page_keys[len(stream.pages) :])
+            if fetch is not None:
+                self._fetches[reply] = fetch
+
+    def restore(self, reply: Reply) -> int:
+        """Put the next pages from the disk into a reply's stream, as many as a turn may take; how many tokens these
+        are. 0: the prompt is to be read from here on."""
+        fetch, stream = self._fetches.get(reply), reply.stream
+        if fetch is None or self._disk is None or stream is None:
+            return 0
+        start, most = stream.length, max(1, RESTORE_BYTES // self._disk.pages.nbytes)
+        while stream.length - start < most * PAGE and (page := fetch.next()) is not None:
+            stream.pages += stream.pool.take(1)
+            self._disk.pages.write(stream.pages[-1], page)
+            stream.length += PAGE
+        if not fetch.left:
+            del self._fetches[reply]
+        return stream.length - start
 
     def read(self, reply: Reply) -> None:
         """A part of a prompt was read: keep its whole pages, so that others share them at once."""
@@ -57,6 +84,14 @@ class PromptStates:
 
     def end(self, reply: Reply) -> None:
         """A reply's stream is about to close."""
+        fetch = self._fetches.pop(reply, None)
+        if fetch is not None:
+            fetch.close()
         self.forget(reply)
         if self._kept and reply.stream is not None:
             self._kept.part(reply.stream)
+
+    def close(self) -> None:
+        """The engine has ended: bring what was kept to the disk."""
+        if self._disk:
+            self._disk.close()

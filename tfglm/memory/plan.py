@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tfglm.cache.disk import IN_MEMORY
 from tfglm.cache.pages import PAGE
 from tfglm.cache.sizes import layer_bytes, trunk_bytes_per_token
 from tfglm.drafts.kind import block_drafter_bytes, cached_bytes_per_token, drafter_kind
@@ -37,7 +38,8 @@ _EXCHANGE_BYTES = 512 * 1024
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Bytes of one rank. kept: of prompt states; available: what the machine has."""
+    """Bytes of one rank. kept: of prompt states; disk: of those on their way to and from the disk; available: what the
+    machine has."""
 
     rank: int
     experts: int
@@ -50,6 +52,7 @@ class RankPlan:
     exchanges: int
     graphs: int
     kept: int
+    disk: int
     overhead: int
     available: int
 
@@ -64,7 +67,7 @@ class RankPlan:
 
     @property
     def need(self) -> int:
-        return self.total + self.kept + self.overhead
+        return self.total + self.kept + self.disk + self.overhead
 
     @property
     def lowest_free(self) -> int:
@@ -233,6 +236,7 @@ class _Planner:
             exchanges=self._exchanges(context),
             graphs=round(settings.graphs_gib * GIB),
             kept=self.kept_pages * PAGE * self.per_token,
+            disk=IN_MEMORY * PAGE * self.per_token if settings.disk_cache else 0,
             overhead=round(settings.overhead_gib * GIB),
             available=self._available[rank],
         )

@@ -1,0 +1,145 @@
+"""Between kept pages and the disk: writes in the background, reads ahead of whoever waits for them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import torch
+
+from tfglm.cache.disk import AHEAD, READERS, PageStore
+from tfglm.cache.kept import Block, KeptStates
+from tfglm.cache.latent import LayerPlanes
+
+log = logging.getLogger(__name__)
+
+READ_LIMIT_S = 5.0
+"""A page that a disk does not deliver in this time is computed instead."""
+CLOSE_LIMIT_S = 30.0
+"""What may be written yet when the server stops; the rest is forgotten."""
+
+
+class Pages:
+    """A page of the cache as bytes: every layer's rows of it, latent, rotary and index."""
+
+    def __init__(self, layers: Sequence[LayerPlanes]) -> None:
+        planes = (plane for layer in layers for plane in (layer.latent, layer.rope, layer.index))
+        self._planes = [plane for plane in planes if plane is not None]
+        self.nbytes = sum(plane[0].nbytes for plane in self._planes)
+
+    def read(self, page: int) -> bytearray:
+        data = bytearray(self.nbytes)
+        for part, plane in self._parts(data):
+            part.copy_(plane[page].contiguous().view(torch.uint8).view(-1))
+        return data
+
+    def write(self, page: int, data: bytearray) -> None:
+        for part, plane in self._parts(data):
+            rows = plane[page]
+            rows.copy_(part.view(rows.dtype).view(rows.shape))
+
+    def _parts(self, data: bytearray) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the bytes beside the planes they belong to."""
+        whole = torch.frombuffer(data, dtype=torch.uint8)
+        return list(zip(whole.split([plane[0].nbytes for plane in self._planes]), self._planes, strict=True))
+
+
+class Fetch:
+    """Pages on their way from the disk, in order. `next` gives each; None means that the rest is to be computed."""
+
+    def __init__(self, store: PageStore, keys: Sequence[bytes], readers: ThreadPoolExecutor) -> None:
+        self._store, self._readers = store, readers
+        self._keys = deque(keys)
+        self._coming: deque[Future[bytearray | None]] = deque()
+        self._read_ahead()
+
+    @property
+    def left(self) -> int:
+        return len(self._keys) + len(self._coming)
+
+    def next(self) -> bytearray | None:
+        if not self._coming:
+            return None
+        try:
+            page = self._coming.popleft().result(READ_LIMIT_S)
+        except FutureTimeoutError:
+            log.warning("W_DISK_CACHE: a page was not read within %.0f s; it is computed instead", READ_LIMIT_S)
+            page = None
+        if page is None:
+            self.close()
+        else:
+            self._read_ahead()
+        return page
+
+    def close(self) -> None:
+        self._keys.clear()
+        for future in self._coming:
+            future.cancel()
+        self._coming.clear()
+
+    def _read_ahead(self) -> None:
+        while self._keys and len(self._coming) < AHEAD:
+            self._coming.append(self._readers.submit(self._store.read, self._keys.popleft()))
+
+
+class DiskTier:
+    """Writes every page that becomes kept, from a thread of its own: the engine only names it."""
+
+    def __init__(self, kept: KeptStates, pages: Pages, store: PageStore) -> None:
+        self.pages = pages
+        self._kept, self._store = kept, store
+        self._readers = ThreadPoolExecutor(READERS, "disk-read")
+        self._named: queue.SimpleQueue[Block | list[bytes] | None] = queue.SimpleQueue()
+        self._broken = False
+        kept.write_away = self._named.put
+        self._writer = threading.Thread(target=self._run, name="disk-write", daemon=True)
+        self._writer.start()
+
+    def fetch(self, keys: Sequence[bytes]) -> Fetch | None:
+        """The pages that the disk has of a text whose pages these are, from the first one on; None if it has none."""
+        count = next((n for n, key in enumerate(keys) if key not in self._store), len(keys))
+        return Fetch(self._store, keys[:count], self._readers) if count else None
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A text whose pages these are was used, here or in memory."""
+        self._named.put(list(keys))
+
+    def close(self) -> None:
+        """Write what was named so far, as far as there is time, then end."""
+        self._named.put(None)
+        self._writer.join(CLOSE_LIMIT_S)
+        self._broken = True
+        self._writer.join(READ_LIMIT_S)
+        self._readers.shutdown(cancel_futures=True)
+        self._store.close()
+
+    def _run(self) -> None:
+        while (item := self._named.get()) is not None:
+            if isinstance(item, list):
+                self._store.touch(item)
+            else:
+                self._write(item)
+                self._kept.written(item)
+
+    def _write(self, block: Block) -> None:
+        """Write a page unless it is there already, or was dropped because a reply needed the room."""
+        if self._broken or block.key in self._store:
+            return
+        held = self._kept.borrow(block.key)
+        if held is None:
+            return
+        try:
+            page = self.pages.read(held.page)
+        finally:
+            self._kept.release([held])
+        before = block.parent.key if block.parent is not None else self._kept.root
+        try:
+            self._store.write(block.key, before, page)
+        except OSError as error:
+            self._broken = True
+            log.warning("W_DISK_CACHE: writing failed (%s); nothing more is written until the server restarts", error)

@@ -1,0 +1,57 @@
+"""The prompt states of a served model as its settings want them: in memory, and on a disk."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from tfglm import __version__
+from tfglm.cache.disk import PageStore
+from tfglm.cache.identity import identity
+from tfglm.cache.kept import KeptStates
+from tfglm.cache.pages import PAGE
+from tfglm.cache.tier import DiskTier, Pages
+from tfglm.engine.states import PromptStates
+from tfglm.models.glm53 import Glm53
+from tfglm.settings import Settings
+
+GIB = 2**30
+
+
+def prompt_states(checkpoint: Path, model: Glm53, kept_pages: int, settings: Settings) -> PromptStates:
+    """States in up to `kept_pages` pages of the model's cache and, if settings.disk_cache names one, in a folder. What
+    memory keeps is written there; without pages in memory there is nothing to write.
+
+    Raises ConfigError for a folder that cannot be used.
+    """
+    if not kept_pages:
+        return PromptStates()
+    if not settings.disk_cache:
+        return PromptStates(KeptStates(model.cache.pool, kept_pages))
+    known, pages = identity(checkpoint, _facts(model, settings)), Pages(model.cache.layers)
+    store = PageStore(
+        Path(settings.disk_cache) / "rank0of1",
+        known,
+        pages.nbytes,
+        limit=round(settings.disk_cache_gib * GIB),
+        keep_free=round(settings.disk_keep_free_gib * GIB),
+    )
+    kept = KeptStates(model.cache.pool, kept_pages, known)
+    return PromptStates(kept, DiskTier(kept, pages, store))
+
+
+def _facts(model: Glm53, settings: Settings) -> dict[str, object]:
+    """Everything besides the checkpoint that the bits of a cached row may depend on. The CPU's arithmetic depends on
+    the machine and on the number of threads."""
+    rows = getattr(model.ops, "rows", None)
+    return {
+        "tfglm": __version__,
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "arithmetic": sorted(vars(rows).items()) if rows is not None else [],
+        "kv": settings.kv,
+        "page": PAGE,
+    }
