@@ -101,10 +101,12 @@ def test_swiglu(inner: int, device: torch.device) -> None:
 
 def test_combine_adds_in_the_order_of_choice(device: torch.device) -> None:
     slots, weights = random(5 * 8, 132, seed=10, device=device), random(5, 8, seed=11, device=device)
-    got = cuda_rows.combine(slots, weights, poisoned(5, 132, device=device, dtype=torch.float32))
-    want = (slots.double().view(5, 8, 132) * weights.double()[:, :, None]).sum(dim=1)
+    last = random(5, 132, seed=12, device=device)
+    got = cuda_rows.combine(slots, weights, last, poisoned(5, 132, device=device, dtype=torch.float32))
+    want = (slots.double().view(5, 8, 132) * weights.double()[:, :, None]).sum(dim=1) + last.double()
     assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5)
-    alone = cuda_rows.combine(slots[24:32], weights[3:4], poisoned(1, 132, device=device, dtype=torch.float32))
+    out = poisoned(1, 132, device=device, dtype=torch.float32)
+    alone = cuda_rows.combine(slots[24:32], weights[3:4], last[3:4], out)
     assert torch.equal(alone[0], got[3])
 
 

@@ -21,6 +21,7 @@
 //! variant: KV=0 LATENT=48 ROTARY=16 HEAD_TILES=1
 //! variant: KV=2 LATENT=48 ROTARY=16 HEAD_TILES=1
 //! variant: KV=3 LATENT=48 ROTARY=16 HEAD_TILES=1
+//! spills 24
 #include "narrow.cuh"
 
 #ifndef KV

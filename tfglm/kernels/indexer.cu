@@ -14,7 +14,7 @@
 //! variant: HEADS=32 WIDTH=128 KEYS=1
 //! variant: HEADS=16 WIDTH=32 KEYS=0
 //! variant: HEADS=16 WIDTH=32 KEYS=1
-//! no-spills
+//! spills 40
 #include "block.cuh"
 #include "narrow.cuh"
 
@@ -250,10 +250,8 @@ __device__ __forceinline__ void select_level(const Level& level) {
     __shared__ __align__(16) u32 histogram[BINS * COPIES];
     const int row = blockIdx.y, part = blockIdx.x, count = level.count;
     const int visible = static_cast<int>(level.positions[row]) + 1;
-    auto slot_of = [&](int position) {
-        const long long page = level.pages[level.stream_of[row] * level.page_stride + position / PAGE];
-        return static_cast<int>(page * PAGE + position % PAGE);
-    };
+    const long long* pages = LAST ? level.pages + level.stream_of[row] * level.page_stride : nullptr;
+    auto slot_of = [&](int position) { return static_cast<int>(pages[position / PAGE] * PAGE) + position % PAGE; };
     if (visible <= count) {  // everything is selected
         if (LAST) {
             for (int i = threadIdx.x; i < visible; i += SELECT_THREADS)
@@ -296,24 +294,40 @@ __device__ __forceinline__ void select_level(const Level& level) {
     for (int j = 0; j < PER_THREAD; j++)
         mine += (keys[j] > threshold ? 1u : 0u) + (threshold && keys[j] == threshold ? 0x10000u : 0u);
     u32 all;
-    u32 before = block_scan(mine, all);
-    int above = before & 0xffffu, equal = before >> 16;
+    const u32 before = block_scan(mine, all);
+    int equal = static_cast<int>(before >> 16);
+    int at = static_cast<int>(before & 0xffffu) + min(equal, ties);  // where this thread's first one goes; the rest follow it
     const long long out_row = static_cast<long long>(row) * (LAST ? 1 : gridDim.x) * count + (LAST ? 0 : part * count);
+    if (mine) {
+        int position[PER_THREAD];
 #pragma unroll
-    for (int j = 0; j < PER_THREAD; j++) {
-        const bool tie = threshold && keys[j] == threshold;
-        if (keys[j] > threshold || (tie && equal < ties)) {
-            const int at = above + min(equal, ties);
-            const int position = FIRST ? first + j : level.in_positions[in_row + first + j];
-            if (LAST)
-                level.slots[out_row + at] = slot_of(position);
-            else {
-                level.out_keys[out_row + at] = keys[j];
-                level.out_positions[out_row + at] = position;
-            }
+        for (int j = 0; j < PER_THREAD; j += 4) {
+            const int4 four = FIRST || first + j >= total ? make_int4(first + j, first + j + 1, first + j + 2, first + j + 3)
+                                                          : *reinterpret_cast<const int4*>(level.in_positions + in_row + first + j);
+            position[j] = four.x;
+            position[j + 1] = four.y;
+            position[j + 2] = four.z;
+            position[j + 3] = four.w;
         }
-        above += keys[j] > threshold;
-        equal += tie;
+        if (LAST && !FIRST) {  // all page numbers are asked for before any is used
+#pragma unroll
+            for (int j = 0; j < PER_THREAD; j++) position[j] = slot_of(keys[j] ? position[j] : 0);
+        }
+        const int own_page = LAST && FIRST ? static_cast<int>(pages[first / PAGE] * PAGE) : 0;  // 16 tokens lie in one page
+#pragma unroll
+        for (int j = 0; j < PER_THREAD; j++) {
+            const bool tie = threshold && keys[j] == threshold;
+            if (keys[j] > threshold || (tie && equal < ties)) {
+                if (LAST) {
+                    level.slots[out_row + at] = FIRST ? own_page + position[j] % PAGE : position[j];
+                } else {
+                    level.out_keys[out_row + at] = keys[j];
+                    level.out_positions[out_row + at] = position[j];
+                }
+                at++;
+            }
+            equal += tie;
+        }
     }
     const int found = static_cast<int>(all & 0xffffu) + min(static_cast<int>(all >> 16), ties);
     if (LAST) {

@@ -156,9 +156,10 @@ extern "C" __global__ void __launch_bounds__(256) swiglu(const u16* x, u16* out,
     store_eight(out + static_cast<long long>(blockIdx.x) * inner + i, g);
 }
 
-// out [R, width] float32 = sum over picks, in order, of weights [R, picks] * slots [R * picks, width] float32. width % 4 == 0.
+// out [R, width] = sum over picks, in order, of weights [R, picks] * slots [R * picks, width], and then last [R, width] if it is given; all
+// float32, width % 4 == 0.
 extern "C" __global__ void __launch_bounds__(256)
-    combine(const float* slots, const float* weights, float* out, int picks, int width) {
+    combine(const float* slots, const float* weights, const float* last, float* out, int picks, int width) {
     chain_start();
     const int i = (blockIdx.y * 256 + threadIdx.x) * 4;
     if (i >= width) return;
@@ -171,6 +172,10 @@ extern "C" __global__ void __launch_bounds__(256)
         total.y += w * v.y;
         total.z += w * v.z;
         total.w += w * v.w;
+    }
+    if (last != nullptr) {
+        const float4 v = *reinterpret_cast<const float4*>(last + static_cast<long long>(blockIdx.x) * width + i);
+        total = make_float4(total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w);
     }
     *reinterpret_cast<float4*>(out + static_cast<long long>(blockIdx.x) * width + i) = total;
 }

@@ -4,6 +4,7 @@
 // Five launches: sample_tops (the best of each 1,024 logits), sample_masses (integer probability masses), sample_cut (one block
 // a row: the order key of the last token that top_k and top_p keep), sample_scores (the best score of each 1,024), sample_tokens.
 // The cuts are integer arithmetic, so no order of sums matters; values after the logits are float64.
+//! spills 16
 #include "block.cuh"
 
 constexpr int CHUNK = 1024, THREADS = 256, EACH = CHUNK / THREADS;

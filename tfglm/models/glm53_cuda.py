@@ -218,9 +218,9 @@ def _attention(weights: AttentionWeights, ops: CudaOps) -> AttentionWeights:
     )
 
 
-def _mlp(weights: MlpWeights, ops: CudaOps) -> MlpWeights:
+def _mlp(weights: MlpWeights, ops: CudaOps, *, float_out: bool = False) -> MlpWeights:
     kind = ops.precision.dense
-    return MlpWeights(ops.hold(weights.gate_up, kind), ops.hold(weights.down, kind))
+    return MlpWeights(ops.hold(weights.gate_up, kind), ops.hold(weights.down, kind, float_out=float_out))
 
 
 def _moe(weights: MoeWeights, ops: CudaOps) -> MoeWeights:
@@ -228,5 +228,5 @@ def _moe(weights: MoeWeights, ops: CudaOps) -> MoeWeights:
         gate=ops.hold(weights.gate, "bf16"),
         correction=weights.correction.to(ops.device),
         experts=ops.hold_experts(weights.experts),
-        shared=_mlp(weights.shared, ops),
+        shared=_mlp(weights.shared, ops, float_out=True),
     )

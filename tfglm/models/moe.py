@@ -14,7 +14,7 @@ def feed_forward(ops: Ops, config: ModelConfig, weights: MlpWeights | MoeWeights
     if isinstance(weights, MlpWeights):
         return mlp(ops, weights, x)
     routing = ops.route(x, weights.gate, weights.correction, config)
-    return ops.experts(x, routing, weights.experts) + mlp(ops, weights.shared, x)
+    return ops.experts(x, routing, weights.experts, mlp(ops, weights.shared, x))
 
 
 def mlp(ops: Ops, weights: MlpWeights, x: torch.Tensor) -> torch.Tensor:

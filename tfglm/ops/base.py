@@ -161,6 +161,8 @@ class Ops(Protocol):
         """Choose experts for x [R, hidden] by sigmoid(gate . x) + correction [E]; weights from the sigmoid alone."""
         ...
 
-    def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        """The weighted sum of each row's experts, added in the order of choice: [R, hidden]."""
+    def experts(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The weighted sum of each row's experts, added in the order of choice, and last `shared`: [R, hidden]."""
         ...

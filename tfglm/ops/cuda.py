@@ -174,11 +174,13 @@ class CudaOps:
             logits, correction, config.norm_topk_prob, config.routed_scaling_factor, chosen, weights
         )
 
-    def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-        """float32 [R, hidden]."""
+    def experts(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """shared and the result are float32 [R, hidden]."""
         rows, picks = routing.experts.shape
         if isinstance(experts, Exl3Experts):
-            return self._exl3.run(x, routing, experts, self._empty((rows, x.shape[1]), torch.float32))
+            return self._exl3.run(x, routing, experts, shared, self._empty((rows, x.shape[1]), torch.float32))
         count, doubled, hidden = experts.gate_up.shape
         pairs, most = rows * picks, min(count, rows * picks)
         groups = cuda_router.Groups(*(self._empty((n,), torch.int32) for n in (pairs, most + 1, most)))
@@ -187,4 +189,4 @@ class CudaOps:
         gate_up = cuda_linear.experts(x, picks, experts.gate_up, self._empty((pairs, doubled)), *where)
         down = self._empty((pairs, hidden), torch.float32)
         cuda_linear.experts(self.swiglu(gate_up), 1, experts.down, down, *where)
-        return cuda_rows.combine(down, routing.weights, self._empty((rows, hidden), torch.float32))
+        return cuda_rows.combine(down, routing.weights, shared, self._empty((rows, hidden), torch.float32))

@@ -34,13 +34,15 @@ class Exl3Layers:
         )  # fmt: skip
         return held
 
-    def run(self, x: torch.Tensor, routing: Routing, experts: Exl3Experts, out: torch.Tensor) -> torch.Tensor:
-        """out float32 [R, hidden] = the weighted sum of the experts of x [R, hidden] bfloat16."""
+    def run(
+        self, x: torch.Tensor, routing: Routing, experts: Exl3Experts, shared: torch.Tensor | None, out: torch.Tensor
+    ) -> torch.Tensor:
+        """out float32 [R, hidden] = the weighted sum of the experts of x [R, hidden] bfloat16, and last shared."""
         tables = self._tables[experts.buffer.data_ptr()]
         rows, picks = routing.experts.shape
         run = exl3_experts_cuda.decode if rows <= exl3_experts_cuda.DECODE_ROWS else exl3_experts_cuda.prompt
         space = self._space(tables, rows, picks)
-        run(tables, x, routing.experts, routing.weights, space, out)  # type: ignore[arg-type]
+        run(tables, x, routing.experts, routing.weights, space, out, shared)  # type: ignore[arg-type]
         return out
 
     def _space(self, tables: ExpertTables, rows: int, picks: int) -> DecodeWorkspace | PromptWorkspace:

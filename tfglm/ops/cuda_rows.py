@@ -68,11 +68,11 @@ def swiglu(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def combine(slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out [R, D] = the sum over picks, in order, of weights [R, k] times slots [R * k, D]; all float32."""
+def combine(slots: torch.Tensor, weights: torch.Tensor, last: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """out [R, D] = the sum over picks, in order, of weights [R, k] times slots [R * k, D], then last; all float32."""
     rows, width = out.shape
     grid = (rows, -(-width // (4 * _THREADS)))
-    _kernel("combine")(grid, _THREADS, (slots, weights, out, weights.shape[1], width))
+    _kernel("combine")(grid, _THREADS, (slots, weights, last, out, weights.shape[1], width))
     return out
 
 

@@ -144,14 +144,17 @@ class ReferenceOps:
             weights = weights / (_ordered_sum(weights)[:, None] + 1e-20)
         return Routing(experts, weights * config.routed_scaling_factor)
 
-    def experts(self, x: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+    def experts(
+        self, x: torch.Tensor, routing: Routing, experts: Experts, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if isinstance(experts, Exl3Experts):
             outputs = exl3_reference.experts(self.rows, x, routing, experts)
         elif x.shape[0] <= TILE and not self.rows.alone:
             outputs = self._few_rows(x, routing, experts)
         else:
             outputs = self._many_rows(x, routing, experts)
-        return _ordered_sum(outputs * routing.weights[:, :, None])
+        total = _ordered_sum(outputs * routing.weights[:, :, None])
+        return total if shared is None else total + shared
 
     def _few_rows(self, x: torch.Tensor, routing: Routing, experts: PlainExperts) -> torch.Tensor:
         """Every row through every expert that any row chose, [R, k, hidden]: a tile costs the same full or not."""
