@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import urllib.request
@@ -39,6 +40,11 @@ def more_tokens_than_rows(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(build_tokenizer(1600).to_str(pretty=False))
 
 
+def no_markup_tokens(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"added_tokens": []}))
+
+
 def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
@@ -48,6 +54,7 @@ def no_tokenizer(folder: Path) -> None:
     [
         (cut_config, ["E_CONFIG", "config.json is not JSON"]),
         (more_tokens_than_rows, ["E_CHECKPOINT", "tokenizer.json has 1636 tokens", "vocab_size", "1536"]),
+        (no_markup_tokens, ["E_CHECKPOINT", "tokenizer.json has 1476 tokens", "eos_token_id", "1485"]),
         (no_tokenizer, ["E_CHECKPOINT", "tokenizer.json is missing"]),
     ],
 )
@@ -66,6 +73,12 @@ def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_setting_out_of_range(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, folder, "--parallel", 9)
     assert line.startswith("tfglm: E_CONFIG: --parallel is '9'; it takes 1 to 8")
+
+
+@pytest.mark.parametrize("name", ["n\udcff", "two\nlines"])
+def test_a_name_that_no_reply_could_carry(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    line = refusal(capsys, folder, "--port", 0, "--served-name", name)
+    assert line.startswith("tfglm: E_CONFIG: the model's name in the API would be ") and ascii(name) in line
 
 
 def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

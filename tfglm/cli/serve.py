@@ -100,7 +100,7 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     from tfglm.engine.engine import Engine
     from tfglm.engine.keep import prompt_states
     from tfglm.engine.tokenizer import Tokenizer
-    from tfglm.errors import CheckpointError
+    from tfglm.errors import CheckpointError, ConfigError
     from tfglm.models.glm53 import load_model
     from tfglm.server.info import ModelInfo
     from tfglm.server.state import Served
@@ -116,6 +116,14 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
             f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens; config.json's vocab_size has room for "
             f"{config.vocab_size}: they belong to different models"
         )
+    if max(eos) >= tokenizer.vocab_size:
+        raise CheckpointError(
+            f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} tokens; eos_token_id of config.json or "
+            f"generation_config.json is {max(eos)}: no reply would end, they belong to different models"
+        )
+    name = settings.served_name or path.resolve().name
+    if not name.isprintable():
+        raise ConfigError(f"the model's name in the API would be {name!a}; give it a printable one with --served-name")
     torch.set_num_threads(settings.threads or _cores())
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
@@ -132,7 +140,6 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     engine = Engine(model, tokenizer, settings, eos, drafting, states)
     engine.start()
     started.append(engine)
-    name = settings.served_name or path.resolve().name
     return Served(engine, tokenizer, template, ModelInfo(name, plan.context, defaults))
 
 
