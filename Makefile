@@ -11,13 +11,17 @@ TINY := build/tiny
 MODEL ?= $(TINY)
 TESTS ?= tests
 
-.PHONY: serve test lint clean
+.PHONY: serve test lint kernels clean
 
 serve: $(VENV)/.installed $(if $(filter-out $(TINY),$(MODEL)),,$(TINY)/config.json)
 	$(BIN)/tfglm serve "$(patsubst ~/%,$(HOME)/%,$(MODEL))" --host "$(HOST)" --port "$(PORT)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(TESTS)
+
+# Compiles every kernel for every supported architecture, without a GPU, and fails where one spills that says it does not.
+kernels: $(VENV)/.installed-dev
+	$(BIN)/python -m tfglm.ops.nvrtc check
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

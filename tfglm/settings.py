@@ -45,7 +45,11 @@ class Settings:
     port: int = _setting(8888, "port to listen on; 0 takes a free one and prints it", low=0, high=65535)
     api_key: str = _setting("", "comma-separated keys clients must send; empty asks for none")
     served_name: str = _setting("", "model name in the API; empty takes the checkpoint folder's name")
-    device: str = _setting("auto", "where the model runs; auto takes cuda when it can serve", choices=("auto", "cpu"))
+    device: str = _setting(
+        "auto",
+        "where the model runs; auto takes an NVIDIA GPU of compute capability 8.9 or later if there is one",
+        choices=("auto", "cpu", "cuda"),
+    )
     threads: int = _setting(0, "CPU threads of the forward pass; 0 takes one a core", low=0, high=1024)
     context: int = _setting(
         0,
@@ -147,10 +151,10 @@ class Settings:
         "bf16",
         "format of linear layers outside the routed experts on a GPU",
         choices=("bf16", "fp8", "q8", "q6", "q4"),
-        commands=_PLAN,
+        commands=_BOTH,
     )
     head: str = _setting(
-        "bf16", "format of lm_head on a GPU", choices=("bf16", "fp8", "q8", "q6", "q4"), commands=_PLAN
+        "bf16", "format of lm_head on a GPU", choices=("bf16", "fp8", "q8", "q6", "q4"), commands=_BOTH
     )
     graphs_gib: float = _setting(
         0.0, "memory in GiB of captured decode windows on a GPU", low=0, high=64, commands=_PLAN

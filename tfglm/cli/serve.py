@@ -56,17 +56,19 @@ def run(args: argparse.Namespace) -> int:
         # Imported after the port is taken: torch needs seconds, and a busy port should be reported at once.
         from tfglm.checkpoint.store import Checkpoint
         from tfglm.drafts.kind import drafter_kind
+        from tfglm.engine.device import choose_device, memory_budget
         from tfglm.memory.guard import Guard
-        from tfglm.memory.info import read_memory
         from tfglm.memory.inventory import Inventory
-        from tfglm.memory.plan import CPU_CHANGES, GIB, make_plan, require
+        from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, make_plan, require
 
+        device = choose_device(settings.device, settings.kv, settings.dense, settings.head)
+        settings = dataclasses.replace(settings, device=device)
         with Checkpoint.open(args.path) as checkpoint:
             kind = drafter_kind(settings, checkpoint.config)
             bits = {name: linear.bits for name, linear in checkpoint.linears.items()}
             inventory = Inventory(checkpoint.path.resolve().name, checkpoint.config, bits)
-            plan = make_plan(inventory, settings, [read_memory().budget])
-            require(plan, inventory, settings, CPU_CHANGES)
+            plan = make_plan(inventory, settings, [memory_budget(device)])
+            require(plan, inventory, settings, GPU_CHANGES if device == "cuda" else CPU_CHANGES)
             guard = Guard(round(settings.guard_gib * GIB), plan.floor, _stop_in_order)
             guard.start()
             serve(listener, settings, lambda: _load(checkpoint, plan, kind, settings, started), _announce)
@@ -132,7 +134,10 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
         model = load_model(
             checkpoint,
             tokens=plan.tokens,
+            device=settings.device,
             kv=settings.kv,
+            dense=settings.dense,
+            head=settings.head,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     drafting = _drafting(kind, checkpoint, model, tokenizer, settings)
