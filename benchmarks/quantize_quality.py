@@ -60,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quantize_quality.json"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where to quantise; the measuring is done on the CPU")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "source"
@@ -80,7 +81,7 @@ def main() -> None:
         for name, recipe in RECIPES.items():
             started, target = time.monotonic(), Path(scratch) / name
             with Checkpoint.open(source) as checkpoint:
-                report = quantise_checkpoint(checkpoint, target, recipe, calibration)
+                report = quantise_checkpoint(checkpoint, target, recipe, calibration, device=args.device)
             found = log_probabilities(target, tokens)
             divergence = (expected.exp() * (expected - found)).sum(dim=1)
             kl = float(divergence.mean())
@@ -102,7 +103,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     facts = {
         "command": "python benchmarks/quantize_quality.py",
-        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, quantised on {args.device}",
         "model": MODEL,
         "seed": args.seed,
         "calibration_tokens": sum(map(len, calibration)),

@@ -115,14 +115,15 @@ def pack_tiles(states: Array, bits: float) -> Array:
     Raises ValueError when the states do not form closed rings of this width (neighbours must agree on shared bits).
     """
     given: npt.NDArray[np.uint16] = _numpy(states)
-    doubled = half_bits(bits, "mul1")
-    stream = np.empty((*given.shape[:-1], POSITIONS * doubled // 2), dtype=np.uint8)
-    ends, added = window_ends(doubled), new_bits(doubled)
-    for back in range(int(added.max())):
-        chosen = np.flatnonzero(added > back)
-        stream[..., ends[chosen] - 1 - back] = (given[..., chosen] >> np.uint16(back)) & np.uint16(1)
-    chunks = np.packbits(stream, axis=-1).reshape(*given.shape[:-1], -1, 2, 2)  # [.., word, half, byte]
-    trellis = np.ascontiguousarray(chunks[..., ::-1, ::-1]).reshape(*given.shape[:-1], -1).view(np.int16)
+    ends, added = window_ends(half_bits(bits, "mul1")), new_bits(half_bits(bits, "mul1"))
+    # The 16 stream bits that end at 16, 32, .. lie in the first state that reaches so far and the one before it.
+    stops = np.arange(16, int(ends[-1]) + 1, 16)
+    position = np.searchsorted(ends, stops)
+    beyond = (ends[position] - stops).astype(np.uint16)
+    chunks = np.take(given, position, axis=-1) >> beyond
+    chunks |= np.take(given, position - 1, axis=-1) << (added[position].astype(np.uint16) - beyond)
+    pairs = chunks.reshape(*given.shape[:-1], -1, 2)[..., ::-1]
+    trellis = np.ascontiguousarray(pairs).reshape(chunks.shape).view(np.int16)
     if not np.array_equal(_windows(trellis, np.arange(POSITIONS)), given):
         raise ValueError(f"the states are not tail-biting rings of {bits:g} bits a weight")
     return _like(states, trellis)
