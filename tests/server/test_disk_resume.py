@@ -54,11 +54,3 @@ def test_a_killed_server_resumes_the_prompt_with_the_same_reply(checkpoint: Path
         assert float(hits.split()[-1]) == cached
     shas = {reply["tfglm"]["token_sha"] for reply in (first, in_memory, resumed)}
     assert len(shas) == 1
-
-
-def test_two_servers_do_not_share_a_folder(checkpoint: Path, tmp_path: Path) -> None:
-    with start(checkpoint, tmp_path) as server:
-        server.wait_for(r"(http://[\d.:]+/v1)")
-        with start(checkpoint, tmp_path) as other:
-            other.wait_for("(E_CONFIG: --disk-cache: another server uses)")
-            assert other.ended() == 1
