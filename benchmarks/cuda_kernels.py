@@ -168,11 +168,10 @@ def small() -> Iterator[dict[str, object]]:
             size = formats.row_bytes(kv, LATENT, ROTARY, 128)
             planes = [torch.zeros(16, PAGE, n, dtype=torch.uint8, device=DEVICE) for n in (size.latent, size.rotary)]
 
-            def write(kv: KvFormat = kv, planes: list[torch.Tensor] = planes, rope: Rope = rope, a: torch.Tensor = a,
-                      slots: torch.Tensor = slots) -> None:  # fmt: skip
-                cuda_cache.write_latent(a[:, 2048:], weight[:512], 1e-5, rope, slots, kv, *planes)
-
-            yield row(f"write_latent {kv.value} R={rows}", median_us([write] * 20))
+            q = empty((rows, 2048), torch.bfloat16)
+            problem = (a, weight[:2048], weight[:512], 1e-5, rope, slots, kv, *planes, q)
+            us = median_us([lambda problem=problem: cuda_cache.split_latents(*problem)] * 20)
+            yield row(f"split_latents {kv.value} R={rows}", us)
 
 
 FAMILIES = {f.__name__: f for f in (linear, heads, attention, indexer, small)}

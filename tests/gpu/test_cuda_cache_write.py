@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gpu
 
 PAGES, PAGE = 2, 256
 SIZES = [(512, 64, 128), (48, 16, 32)]
+QUERIES = 264
 
 
 class Written:
@@ -22,6 +23,7 @@ class Written:
         c, d, width = sizes
         generator = torch.Generator().manual_seed(c)
         every = torch.randn(40, c + d + width, generator=generator) * 10 ** torch.randn(40, 1, generator=generator)
+        queries = torch.randn(40, QUERIES, generator=generator)[rows].bfloat16().to(device)
         every[3] = 0
         every[4, :c] *= 1e-20
         a = every[rows].bfloat16().to(device)
@@ -36,7 +38,13 @@ class Written:
             torch.full((PAGES, PAGE, n), 0xA5, dtype=torch.uint8, device=device)
             for n in (size.latent, size.rotary, size.index)
         ]
-        cuda_cache.write_latent(a[:, : c + d], norm, 1e-5, rope, slots, kv, self.planes[0], self.planes[1])
+        q_norm = torch.randn(QUERIES, generator=generator).bfloat16().float().to(device)
+        self.q = torch.full((len(rows), QUERIES), float("nan"), dtype=torch.bfloat16, device=device)
+        whole = torch.cat([queries, a[:, : c + d], queries], dim=1)  # rows are wider than what is read of them
+        planes = self.planes[:2]
+        cuda_cache.split_latents(whole, q_norm, norm, 1e-5, rope, slots, kv, *planes, self.q)
+        exact = queries.double() * torch.rsqrt(queries.double().square().mean(dim=1, keepdim=True) + 1e-5) * q_norm
+        self.q_error = ((self.q.double() - exact).abs() / (exact.abs() + 1e-30)).max()
         cuda_cache.write_index_key(a[:, c + d :], weight, bias, rope, slots, kv, self.planes[2])
         self.slots = slots.cpu()
         self.inputs = (a.cpu().double(), norm.cpu().double(), weight.cpu().double(), bias.cpu().double())
@@ -68,6 +76,7 @@ def test_bf16_rows_against_float64(sizes: tuple[int, int, int], device: torch.de
     for got, exact in zip((latent, rotary, index), want, strict=True):
         size = exact.abs() + exact.abs().amax(dim=1, keepdim=True)
         assert ((got - exact).abs() <= 2.0**-7 * size).all()
+    assert written.q_error < 2.02 * 2.0**-8  # two roundings
     untouched = torch.ones(PAGES * PAGE, dtype=torch.bool)
     untouched[written.slots] = False
     assert all((plane.cpu().flatten(0, 1)[untouched] == 0xA5).all() for plane in written.planes)
@@ -84,7 +93,8 @@ def test_packed_bytes_equal_numpy(kv: KvFormat, sizes: tuple[int, int, int], dev
 
 @pytest.mark.parametrize("kv", list(KvFormat))
 def test_bytes_of_a_row_do_not_depend_on_its_window(kv: KvFormat, device: torch.device) -> None:
-    whole = Written(kv, SIZES[1], list(range(16)), device).rows()
+    whole = Written(kv, SIZES[1], list(range(16)), device)
     for rows in ([5], [5, 11], list(range(9)), list(range(15, -1, -1))):
-        part = Written(kv, SIZES[1], rows, device).rows()
-        assert all(np.array_equal(p, w[rows]) for p, w in zip(part, whole, strict=True))
+        part = Written(kv, SIZES[1], rows, device)
+        assert all(np.array_equal(p, w[rows]) for p, w in zip(part.rows(), whole.rows(), strict=True))
+        assert torch.equal(part.q, whole.q[rows])

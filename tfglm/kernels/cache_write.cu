@@ -110,17 +110,38 @@ __device__ __forceinline__ void rotate_row(const Read& x, const float* cosines, 
     }
 }
 
+// out = rms(x) * weight over `count` values, a multiple of 2; the normalised value is rounded before it is weighted.
+__device__ __forceinline__ void normalise(const u16* x, const float* weight, float eps, u16* out, int count) {
+    float square = 0.0f;
+    for (int i = threadIdx.x * 2; i < count; i += THREADS * 2) {
+        const u32 pair = *reinterpret_cast<const u32*>(x + i);
+        square += bf16_low(pair) * bf16_low(pair) + bf16_high(pair) * bf16_high(pair);
+    }
+    const float factor = rsqrtf(block_sum(square) / static_cast<float>(count) + eps);
+    for (int i = threadIdx.x * 2; i < count; i += THREADS * 2) {
+        const u32 pair = *reinterpret_cast<const u32*>(x + i);
+        *reinterpret_cast<u32*>(out + i) = bf16_pair(weight[i] * bf16_round(bf16_low(pair) * factor),
+                                                     weight[i + 1] * bf16_round(bf16_high(pair) * factor));
+    }
+}
+
 // ---- kernels
 
-// a [R, latent + 2 * half] with row stride a_stride -> the latent plane and the rotary plane at slots [R].
+// a [R, queries + latent + 2 * half] with row stride a_stride: the first part normalised -> out [R, queries]; the rest -> the latent plane
+// and the rotary plane at slots [R]. Two blocks a row.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    write_latent(const u16* a, int a_stride, const float* norm, float eps, const float* cosines, const float* sines,
-                 const long long* slots, u8* latent_plane, int latent_bytes, u8* rotary_plane, int rotary_bytes, int latent,
-                 int half) {
+    split_latents(const u16* a, int a_stride, const float* query_norm, const float* norm, float eps, const float* cosines,
+                  const float* sines, const long long* slots, u8* latent_plane, int latent_bytes, u8* rotary_plane, int rotary_bytes,
+                  u16* out, int queries, int latent, int half) {
     chain_start();
     __shared__ float values[MAX_LATENT], rotary[MAX_ROTARY];
     const int row = blockIdx.x;
     a += static_cast<long long>(row) * a_stride;
+    if (blockIdx.y == 1) {
+        normalise(a, query_norm, eps, out + static_cast<long long>(row) * queries, queries);
+        return;
+    }
+    a += queries;
     float square = 0.0f;
     for (int i = threadIdx.x; i < latent; i += THREADS) {
         const float x = bf16_float(a[i]);

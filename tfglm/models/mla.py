@@ -25,10 +25,9 @@ def attention(
 
     A layer with an indexer makes its own selection; a shared layer uses the given one, of the nearest full layer below.
     """
-    a = ops.linear(x, weights.a_proj)
-    q_latent = ops.rms_norm(a[:, : config.q_lora_rank], weights.q_norm, config.latent_norm_eps)
-    ops.write_latent(
-        a[:, config.q_lora_rank :],
+    q_latent = ops.split_latents(
+        ops.linear(x, weights.a_proj),
+        weights.q_norm,
         weights.latent_norm,
         config.latent_norm_eps,
         rope,

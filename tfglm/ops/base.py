@@ -117,11 +117,14 @@ class Ops(Protocol):
         """silu(gate) * up of [R, 2I] (gate first): [R, I]."""
         ...
 
-    def write_latent(
-        self, row: torch.Tensor, norm: torch.Tensor, eps: float, rope: Rope, window: Window,
+    def split_latents(
+        self, a: torch.Tensor, q_norm: torch.Tensor, latent_norm: torch.Tensor, eps: float, rope: Rope, window: Window,
         latent_plane: torch.Tensor, rope_plane: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Cache row [R, C + D]: its first C values normalised by norm [C], the rest rotated."""
+    ) -> torch.Tensor:  # fmt: skip
+        """Of a [R, Q + C + D], the first Q values normalised by q_norm [Q]: [R, Q].
+
+        The rest is cached: C values normalised by latent_norm [C], D rotated.
+        """
         ...
 
     def write_index_key(

@@ -124,11 +124,14 @@ class CudaOps:
 
     # ---- attention
 
-    def write_latent(
-        self, row: torch.Tensor, norm: torch.Tensor, eps: float, rope: Rope, window: Window,
+    def split_latents(
+        self, a: torch.Tensor, q_norm: torch.Tensor, latent_norm: torch.Tensor, eps: float, rope: Rope, window: Window,
         latent_plane: torch.Tensor, rope_plane: torch.Tensor,
-    ) -> None:  # fmt: skip
-        cuda_cache.write_latent(row, norm, eps, rope, window.slots, self.precision.kv, latent_plane, rope_plane)
+    ) -> torch.Tensor:  # fmt: skip
+        out = self._empty((a.shape[0], q_norm.shape[0]))
+        return cuda_cache.split_latents(
+            a, q_norm, latent_norm, eps, rope, window.slots, self.precision.kv, latent_plane, rope_plane, out
+        )
 
     def write_index_key(
         self, key: torch.Tensor, norm: torch.Tensor, bias: torch.Tensor, rope: Rope, window: Window, plane: torch.Tensor

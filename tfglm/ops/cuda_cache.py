@@ -17,18 +17,22 @@ CODE = {KvFormat.BF16: 0, KvFormat.FP8: 1, KvFormat.FP4: 2, KvFormat.FP4X: 3}
 """KV in the kernels."""
 
 
-def write_latent(
-    row: torch.Tensor, norm: torch.Tensor, eps: float, rope: Rope, slots: torch.Tensor, kv: KvFormat,
-    latent_plane: torch.Tensor, rotary_plane: torch.Tensor,
-) -> None:  # fmt: skip
-    """row [R, C + D] bfloat16 (may be strided) to the planes [pages, PAGE, bytes or values] at slots int64 [R]."""
-    latent, half = norm.shape[0], rope.cos.shape[1]
+def split_latents(
+    a: torch.Tensor, q_norm: torch.Tensor, latent_norm: torch.Tensor, eps: float, rope: Rope, slots: torch.Tensor,
+    kv: KvFormat, latent_plane: torch.Tensor, rotary_plane: torch.Tensor, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Of a [R, Q + C + D] bfloat16 (rows may be strided): Q values normalised to out [R, Q].
+
+    The rest is packed into the planes [pages, PAGE, bytes] at slots int64 [R].
+    """
     planes = (latent_plane, row_bytes(latent_plane), rotary_plane, row_bytes(rotary_plane))
-    _kernel(kv, "write_latent")(
-        (row.shape[0],),
+    sizes = (q_norm.shape[0], latent_norm.shape[0], rope.cos.shape[1])
+    _kernel(kv, "split_latents")(
+        (a.shape[0], 2),
         _THREADS,
-        (row, row.stride(0), norm, eps, rope.cos, rope.sin, slots, *planes, latent, half),
+        (a, a.stride(0), q_norm, latent_norm, eps, rope.cos, rope.sin, slots, *planes, out, *sizes),
     )
+    return out
 
 
 def write_index_key(

@@ -54,10 +54,19 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return self.rows.silu(gate) * up
 
+    def split_latents(
+        self, a: torch.Tensor, q_norm: torch.Tensor, latent_norm: torch.Tensor, eps: float, rope: Rope, window: Window,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        width = q_norm.shape[0]
+        self.write_latent(a[:, width:], latent_norm, eps, rope, window, latent_plane, rope_plane)
+        return self.rms_norm(a[:, :width], q_norm, eps)
+
     def write_latent(
         self, row: torch.Tensor, norm: torch.Tensor, eps: float, rope: Rope, window: Window,
         latent_plane: torch.Tensor, rope_plane: torch.Tensor,
     ) -> None:  # fmt: skip
+        """Cache row [R, C + D]: its first C values normalised by norm [C], the rest rotated."""
         width = norm.shape[0]
         _write(latent_plane, window.slots, self.rms_norm(row[:, :width], norm, eps))
         _write(rope_plane, window.slots, self.rotate(row[:, width:], rope))
