@@ -15,6 +15,7 @@ from tfglm.cache.pages import PAGE
 from tfglm.cache.tier import DiskTier, Pages
 from tfglm.engine.states import PromptStates
 from tfglm.models.glm53 import Glm53
+from tfglm.ops.reference import ReferenceOps
 from tfglm.settings import Settings
 
 GIB = 2**30
@@ -43,15 +44,12 @@ def prompt_states(checkpoint: Path, model: Glm53, kept_pages: int, settings: Set
 
 
 def _facts(model: Glm53, settings: Settings) -> dict[str, object]:
-    """Everything besides the checkpoint that the bits of a cached row may depend on. The CPU's arithmetic depends on
-    the machine and on the number of threads."""
-    rows = getattr(model.ops, "rows", None)
-    return {
-        "tfglm": __version__,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(),
-        "arithmetic": sorted(vars(rows).items()) if rows is not None else [],
-        "kv": settings.kv,
-        "page": PAGE,
-    }
+    """Everything besides the checkpoint that the bits of a cached row may depend on: on a CPU also the machine and the
+    number of threads, on a GPU its kind and the formats of the weights."""
+    common = {"tfglm": __version__, "torch": torch.__version__, "kv": settings.kv, "page": PAGE}
+    if settings.device == "cuda":
+        gpu = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} CUDA {torch.version.cuda}"
+        return common | {"gpu": gpu, "dense": settings.dense, "head": settings.head}
+    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    rows = sorted(vars(model.ops.rows).items()) if isinstance(model.ops, ReferenceOps) else []
+    return common | {"machine": machine, "threads": torch.get_num_threads(), "rows": rows}

@@ -38,6 +38,7 @@ async def health(request: web.Request) -> web.Response:
             "step_age_s": round(now.step_age_s, 3),
             "kv_tokens_used": now.kv_tokens_used,
             "kv_tokens_total": now.kv_tokens_total,
+            "kept_tokens": now.kept_tokens,
             "prompt_tokens": now.prompt_tokens,
             "generation_tokens": now.generation_tokens,
         }
