@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import signal
 import socket
 import threading
@@ -61,6 +62,17 @@ def test_a_port_in_use_is_found_before_anything_else():
     assert caught.value.code == "E_PORT"
     first.close()
     bind(replace(settings(), port=port)).close()
+
+
+def test_open_files_are_not_held_to_the_soft_limit():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        bind(settings()).close()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1] and soft == (65536 if hard == resource.RLIM_INFINITY else min(hard, 65536))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 300, "\udcff"])

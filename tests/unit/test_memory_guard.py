@@ -1,3 +1,4 @@
+import errno
 import logging
 import threading
 import time
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tfglm.memory.guard import GIB, Guard, LowWater
+from tfglm.memory.info import Memory, read_memory
 
 
 class Machine:
@@ -68,6 +70,24 @@ def test_warns_each_time_memory_falls_below_the_floor(machine: Machine, caplog: 
     with caplog.at_level(logging.WARNING):
         sample(guarded(machine, []), machine, 3.9, 3.8, 4.0, 3.5, 3.0)
     assert caplog.text.count("W_MEMORY") == 2
+
+
+def test_a_sample_that_fails_does_not_end_the_watch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    acted = threading.Event()
+    guard = Guard(2 * GIB, 4 * GIB, lambda low: acted.set(), sysroot=machine.path)
+    failed = threading.Event()
+
+    def fails_once(sysroot: Path) -> Memory:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read_memory(sysroot)
+
+    monkeypatch.setattr("tfglm.memory.guard.read_memory", fails_once)
+    machine.have(1)
+    guard.start()
+    assert acted.wait(30) and failed.is_set()
+    guard.stop()
 
 
 def test_the_thread_samples_by_itself_and_ends(machine: Machine) -> None:

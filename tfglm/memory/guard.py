@@ -77,4 +77,8 @@ class Guard:
 
     def _run(self) -> None:
         while not self._stopping.wait(PERIOD_S):
-            self.sample()
+            try:
+                self.sample()
+            except OSError as error:
+                # No free file descriptor, for one: the next sample may succeed, but not if the thread has ended.
+                log.warning("memory cannot be read: %s", error)

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -27,6 +28,7 @@ log = logging.getLogger("tfglm.server")
 T = TypeVar("T")
 
 BACKLOG = 1024
+MANY_FILES = 65536
 FAREWELL_SECONDS = 2.0
 """Time for the last error events of a drain to reach their clients."""
 
@@ -48,6 +50,7 @@ def bind(settings: Settings) -> Listener:
 
     Raises PortError naming host, port and what to change. Logs W_OPEN_API when others can reach it without a key.
     """
+    _allow_many_files()
     host, port = settings.host, settings.port
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -197,6 +200,14 @@ async def _unless(stop: asyncio.Event, work: Callable[[], T]) -> T | None:
         return future.result()
     future.cancel()
     return None
+
+
+def _allow_many_files() -> None:
+    """Raises the soft limit: every client and every shard is an open file, and the usual 1024 are soon gone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
