@@ -21,8 +21,10 @@ from tfglm.drafts.speculator import Speculator
 from tfglm.engine.api import GenerationRequest, SamplingParams
 from tfglm.engine.drafting import Drafting
 from tfglm.engine.engine import Engine
+from tfglm.engine.keep import prompt_states
 from tfglm.engine.states import PromptStates
 from tfglm.engine.tokenizer import Tokenizer
+from tfglm.errors import ConfigError
 from tfglm.models.glm53 import Glm53, load_model
 from tfglm.settings import Settings
 
@@ -105,3 +107,28 @@ def test_a_resumed_prompt_gives_the_reply_of_a_fresh_one(
     assert [outcome(one) for one in resumed] == [outcome(one) for one in alone]
     kept.drop(8)
     assert model.tokens_free == model.tokens_total
+
+
+def test_the_disk_has_its_states_from_memory(checkpoint: Checkpoint, model: Glm53, tmp_path: Path) -> None:
+    settings = Settings(disk_cache=str(tmp_path), kept_gib=0.0, disk_keep_free_gib=0.0)
+    with pytest.raises(ConfigError, match=r"--kept-gib 0\.0, which holds no page of 0\.3 MiB"):
+        prompt_states(checkpoint.path, model, 0, settings)
+    assert prompt_states(checkpoint.path, model, 0, Settings(kept_gib=0.0)).pages == 0
+
+
+def test_other_settings_do_not_find_each_others_pages(checkpoint: Checkpoint, model: Glm53, tmp_path: Path) -> None:
+    """The same folder under another number of threads: nothing resumes. Under the same one everything does."""
+    tokenizer = Tokenizer.from_folder(checkpoint.path)
+    wanted = GenerationRequest("a", tokenizer.encode(TEXT)[: PAGE + 9], SamplingParams(seed=1), max_tokens=2)
+    settings = Settings(context=4 * PAGE, disk_cache=str(tmp_path), disk_keep_free_gib=0.0)
+    cached = []
+    for threads in (2, 1, 2):
+        torch.set_num_threads(threads)
+        states = prompt_states(checkpoint.path, model, 4, settings)
+        torch.set_num_threads(2)
+        engine = Engine(model, tokenizer, settings, [0], states=states)
+        engine.start()
+        cached.append(reply(engine, wanted).finished.usage.cached_tokens)
+        end(engine)
+        states.drop(4)
+    assert cached == [0, 0, PAGE]

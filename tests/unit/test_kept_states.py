@@ -39,6 +39,7 @@ def test_a_key_is_that_of_all_tokens_up_to_its_page() -> None:
     whole = kept.keys(text(3))
     assert len(set(whole)) == 3 and kept.keys(text(3, more=PAGE - 1)) == whole
     assert kept.keys(text(2)) == whole[:2] and kept.keys(text(0, more=5)) == []
+    assert kept.keys(text(3)[PAGE:], whole[0]) == whole[1:]
     changed = text(3)
     changed[0] += 1
     assert not set(kept.keys(changed)) & set(whole)

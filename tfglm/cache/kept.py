@@ -62,10 +62,10 @@ class KeptStates:
         """Pages that belong to no stream."""
         return len(self._blocks)
 
-    def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """The keys of the whole pages of a text."""
+    def keys(self, tokens: Sequence[int], before: bytes | None = None) -> list[bytes]:
+        """The keys of the whole pages of a text; `before`: the key of the page before it, if it is not the first."""
         raw = np.asarray(tokens, "<u4").tobytes()
-        keys, key, size = [], self._root, 4 * PAGE
+        keys, key, size = [], self._root if before is None else before, 4 * PAGE
         for start in range(0, len(raw) - size + 1, size):
             key = hashlib.blake2b(raw[start : start + size], key=key, digest_size=32).digest()
             keys.append(key)

@@ -14,6 +14,7 @@ from tfglm.cache.kept import KeptStates
 from tfglm.cache.pages import PAGE
 from tfglm.cache.tier import DiskTier, Pages
 from tfglm.engine.states import PromptStates
+from tfglm.errors import ConfigError
 from tfglm.models.glm53 import Glm53
 from tfglm.ops.reference import ReferenceOps
 from tfglm.settings import Settings
@@ -28,6 +29,12 @@ def prompt_states(checkpoint: Path, model: Glm53, kept_pages: int, settings: Set
     Raises ConfigError for a folder that cannot be used.
     """
     if not kept_pages:
+        if settings.disk_cache:
+            mib = model.cache.bytes_per_token * PAGE / 2**20
+            raise ConfigError(
+                f"--disk-cache is {settings.disk_cache!r} and --kept-gib {settings.kept_gib}, which holds no page of "
+                f"{mib:.1f} MiB; what is kept on the disk is first kept in memory"
+            )
         return PromptStates()
     if not settings.disk_cache:
         return PromptStates(KeptStates(model.cache.pool, kept_pages))

@@ -79,8 +79,11 @@ class PromptStates:
     def finished(self, reply: Reply) -> None:
         """A reply is over and still holds its promise of pages: keep the whole pages of prompt and reply."""
         if self._kept and reply.stream is not None and reply.failure is None:
-            text = [*reply.request.prompt, *reply.tokens][: min(reply.cached, reply.stream.length)]
-            reply.promised -= self._kept.keep(reply.stream, self._kept.keys(text))
+            known = (reply.page_keys or [])[: reply.read // PAGE]
+            prompt, cached = reply.request.prompt[len(known) * PAGE :], min(reply.cached, reply.stream.length)
+            text = [*prompt, *reply.tokens][: cached - len(known) * PAGE]
+            keys = known + self._kept.keys(text, known[-1] if known else None)
+            reply.promised -= self._kept.keep(reply.stream, keys)
 
     def end(self, reply: Reply) -> None:
         """A reply's stream is about to close."""

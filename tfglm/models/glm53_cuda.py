@@ -12,9 +12,10 @@ import torch
 
 from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import PAGE, PagePool, pages_for
+from tfglm.cache.sizes import layer_bytes, trunk_bytes_per_token
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.errors import ConfigError, MemoryShortError
-from tfglm.formats.latent import KvFormat, row_bytes
+from tfglm.formats.latent import KvFormat
 from tfglm.models.glm53 import Glm53
 from tfglm.models.source import Source
 from tfglm.models.taps import Passed, Taps
@@ -44,9 +45,8 @@ class PackedCache:
         if tokens < 1:
             raise ConfigError(f"the cache has room for {tokens} tokens; at least 1 is needed")
         self.pool = PagePool(pages_for(tokens))
-        row = row_bytes(kv, config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim)
-        full = config.indexer_types.count("full")
-        self.bytes_per_token = config.num_hidden_layers * (row.latent + row.rotary) + full * row.index
+        row = layer_bytes(config, kv.value)
+        self.bytes_per_token = trunk_bytes_per_token(config, kv.value)
 
         def plane(width: int) -> torch.Tensor:
             return torch.zeros(self.pool.pages, PAGE, width, dtype=torch.uint8, device=device)
