@@ -93,6 +93,16 @@ def test_scores_against_float64(heads: int, width: int, kv: KvFormat, device: to
         assert error < 1e-5
 
 
+def test_eight_rows_over_a_hundred_pages(device: torch.device) -> None:
+    """Blocks of six rows and of two: as much shared memory as a launch gets without asking for more, and a ragged end."""
+    cached = Cached(32, 128, KvFormat.BF16, (25_000, 25_000), device)
+    positions, streams = list(range(24_990, 24_998)), [0] * 8
+    queries, weights = cached.rows(8)
+    got = device_scores(cached, queries, weights, cached.window(positions, streams), 25_088).cpu()
+    for row, exact in enumerate(cached.scores(queries, weights, positions, streams)):
+        assert float((got[row, : len(exact)].double() - exact).abs().max() / exact.abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize("kv", [KvFormat.BF16, KvFormat.FP4X])
 def test_a_row_s_scores_and_list_are_the_same_in_every_window(kv: KvFormat, device: torch.device) -> None:
     cached = Cached(16, 32, kv, (900, 900), device)

@@ -85,7 +85,7 @@ def _score(
 ) -> None:
     _, heads, width = rows.queries.shape
     # Short contexts have too few pages for every multiprocessor: rows then go to blocks of their own.
-    block_rows = max(1, min(_ROWS, len(rows) * scores.shape[1] // PAGE // _LEAST_BLOCKS))
+    block_rows = max(1, min(_ROWS, len(rows), len(rows) * scores.shape[1] // PAGE // _LEAST_BLOCKS))
     tiles = -(-len(rows) // block_rows)
     grid = (min(scores.shape[1] // PAGE, max(1, _BLOCKS // tiles)), tiles)
     query_bytes = heads * -(-width // 64) * 128

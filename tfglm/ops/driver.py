@@ -14,7 +14,6 @@ import torch
 from tfglm.errors import TfglmError
 from tfglm.ops import nvrtc
 
-_SHARED_LIMIT_WITHOUT_OPT_IN = 48 * 1024
 _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED = 8
 _LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
@@ -69,7 +68,7 @@ class Kernel:
     def __init__(self, handle: ctypes.c_void_p, name: str) -> None:
         self.name = name
         self._handle = handle
-        self._shared = _SHARED_LIMIT_WITHOUT_OPT_IN
+        self._shared = 0  # what was allowed so far; 48 KiB need no permission, but a kernel's static part counts too
 
     def __call__(
         self,
