@@ -18,10 +18,14 @@ from tfglm.drafts.choose import load_drafter
 from tfglm.drafts.mtp import MtpDrafter
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.formats.groups import pack, pack_fp8, quantise
+from tfglm.formats.latent import KvFormat
 from tfglm.memory.inventory import Inventory, of_folder, published
 from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, LARGEST_DEFAULT_CONTEXT, Plan, make_plan, require
 from tfglm.memory.weights import matrix_bytes
 from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53_cuda import PackedCache, load_weights
+from tfglm.models.source import CheckpointSource
+from tfglm.ops.cuda import CudaOps, Precision
 from tfglm.settings import Settings
 
 FULL = Settings(**PRESETS["full"])
@@ -178,6 +182,34 @@ def test_what_is_planned_is_allocated(tiny: Path, model: tuple[Checkpoint, Glm53
     assert rank.drafter == pytest.approx(tensor_bytes(drafter._mtp.weights, seen), rel=0.01)
     planes = tensor_bytes(trunk.cache.layers, set()) + tensor_bytes(drafter._mtp.cache.layers, set())
     assert rank.caches + rank.kept == planes
+
+
+@pytest.mark.parametrize(("dense", "head"), [("bf16", "bf16"), ("q4", "fp8"), ("q8", "q6"), ("fp8", "q4")])
+def test_what_is_planned_in_a_gpus_formats_is_what_it_holds(dense: str, head: str, tiny: Path) -> None:
+    """To the byte; the GPU's formats are packed by torch, so a CPU can hold them too."""
+    ops = CudaOps(Precision(KvFormat.FP4, dense, head), torch.device("cpu"))
+    with Checkpoint.open(tiny) as checkpoint:
+        weights = load_weights(checkpoint.config, CheckpointSource(checkpoint), ops)
+    seen: set[int] = set()
+    held = tensor_bytes(weights, seen) + tensor_bytes(list(ops._dense.values()), seen)
+    [rank] = make_plan(of_folder(tiny), Settings(dense=dense, head=head, drafter="none"), [1 << 40]).ranks
+    assert rank.weights == held
+
+
+def test_what_is_planned_of_exl3_experts_is_allocated(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "exl3", "tiny", 1, expert_bits=2.75, hidden_size=256)
+    with Checkpoint.open(tmp_path / "exl3") as checkpoint:
+        trunk = load_model(checkpoint, tokens=PAGE)
+    [rank] = make_plan(of_folder(tmp_path / "exl3"), Settings(drafter="none"), [1 << 40]).ranks
+    assert rank.weights == pytest.approx(tensor_bytes(trunk.weights, set()), rel=0.01)
+
+
+@pytest.mark.parametrize("kv", list(KvFormat))
+def test_what_is_planned_of_every_cache_format_is_allocated(kv: KvFormat, tiny: Path) -> None:
+    settings = Settings(kv=kv.value, drafter="none", context=1000, kept_gib=0.001)
+    plan = make_plan(of_folder(tiny), settings, [1 << 40])
+    cache = PackedCache(of_folder(tiny).config, plan.tokens, kv, torch.device("cpu"))
+    assert plan.kept_pages and plan.ranks[0].caches + plan.ranks[0].kept == tensor_bytes(cache.layers, set())
 
 
 def facts(tiny: Path, available: int, **settings: Any) -> Plan:
