@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -111,7 +112,7 @@ def main() -> None:
         result = experts(device, args.hidden, args.inner, args.rows)
     cuda = device.type == "cuda"
     facts = {
-        "command": "python benchmarks/quantize_gpu.py",
+        "command": f"python {' '.join(sys.argv)}",
         "hardware": torch.cuda.get_device_name(device) if cuda else platform.machine(),
         "hidden": args.hidden,
         "inner": args.inner,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -102,7 +103,7 @@ def main() -> None:
     print(f"2.75 mixed: {kl_of['2.75 of 2, 3, 4']:.5f}; the straight line between 2 and 3: {line:.5f}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     facts = {
-        "command": "python benchmarks/quantize_quality.py",
+        "command": f"python {' '.join(sys.argv)}",
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, quantised on {args.device}",
         "model": MODEL,
         "seed": args.seed,

@@ -18,6 +18,8 @@ from tfglm.models.source import CheckpointSource
 from tfglm.models.taps import Taps
 from tfglm.models.window import Rows
 from tfglm.ops.base import PlainExperts, Routing
+from tfglm.quantize import experts
+from tfglm.quantize.allocate import NMSE, floored
 from tfglm.quantize.encoder import search_on_cpu
 from tfglm.quantize.experts import ExpertLayer
 from tfglm.quantize.hessian import DAMPING
@@ -68,13 +70,13 @@ def test_the_walk_is_the_forward_pass(loaded: tuple[Glm53, Mtp]) -> None:
 
 
 # ---- what an expert has seen
-def layer_of(experts: int = 3, rows: int = 400, **recipe: object) -> ExpertLayer:
+def layer_of(count: int = 3, rows: int = 400, **recipe: object) -> ExpertLayer:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 128, generator=random)
-    chosen = torch.randint(experts - 1, (rows, 1), generator=random)  # the last expert is never chosen
+    chosen = torch.randint(count - 1, (rows, 1), generator=random)  # the last expert is never chosen
     routing = Routing(chosen, torch.rand(rows, 1, generator=random) + 0.1)
     plain = PlainExperts(
-        torch.randn(experts, 256, 128, generator=random) / 11, torch.randn(experts, 128, 128, generator=random) / 11
+        torch.randn(count, 256, 128, generator=random) / 11, torch.randn(count, 128, 128, generator=random) / 11
     )
     return ExpertLayer("layer", x, routing, plain, Recipe(2.75, (2.0, 3.0, 4.0), **recipe), search_on_cpu)
 
@@ -115,8 +117,27 @@ def test_widths_follow_importance_and_the_budget() -> None:
     assert sum(widths[4]) == min(sum(pair) for pair in widths)  # never chosen
 
 
+def test_mixed_widths_beat_the_line_between_uniform_ones() -> None:
+    """By the errors that the widths are chosen on, weighed by importance."""
+    layer = layer_of(8)
+    seen = [layer.seen(expert) for expert in range(8)]
+    importance = floored([found.energy for found in seen], 0.1)
+    relative = [layer._expected(expert, found) for expert, found in enumerate(seen)]
+
+    def error(widths: list[tuple[float, float]]) -> float:
+        return sum(
+            weight * (gate_up * NMSE[a] + down * NMSE[b])
+            for weight, (gate_up, down), (a, b) in zip(importance, relative, widths, strict=True)
+        )
+
+    mixed = error(layer.widths(2 * 66))
+    two, three = (error([(width, width)] * 8) for width in (2.0, 3.0))
+    assert mixed < 0.97 * (0.25 * two + 0.75 * three)
+
+
 @pytest.mark.parametrize("shared", [True, False])
-def test_gate_and_up_of_all_experts_share_their_input_scales(shared: bool) -> None:
+def test_gate_and_up_of_all_experts_share_their_input_scales(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "_SCALE_TILES", 8)
     layer = layer_of(2, shared_suh=shared)
     done = list(layer.quantised([(4.0, 4.0), (2.0, 3.0)]))
     vectors = [expert.tensors[f"{name}_proj.suh"] for expert in done for name in ("gate", "up")]

@@ -166,6 +166,7 @@ def test_sampled_tiles_hold_the_extremes() -> None:
     sizes, found = tiles.square().sum(-1).flatten().sort().values, sample.square().sum(-1)
     assert 48 <= len(sample) <= 64
     assert torch.isin(sizes[:8], found).all() and torch.isin(sizes[-8:], found).all()
+    assert len(scales.sample_tiles(tiles, 4)) <= 5
     assert torch.equal(scales.sample_tiles(tiles, 192), tiles.flatten(0, 1))
 
 

@@ -26,7 +26,7 @@ from tfglm.formats.exl3 import reconstruct, unpack_tiles
 from tfglm.formats.exl3_code import codebook_table
 from tfglm.models.glm53 import load_model
 from tfglm.models.window import Rows
-from tfglm.quantize import run
+from tfglm.quantize import experts, run
 from tfglm.quantize.recipe import Recipe
 from tfglm.quantize.run import Report, quantise_checkpoint
 
@@ -223,8 +223,11 @@ def test_recipes_that_cannot_be(bits: float, widths: tuple[float, ...], codebook
         Recipe(bits, widths, codebook)
 
 
-def test_command_with_the_real_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three widths on a small model; the output serves, and its logits stay close to the source's."""
+def test_command_with_the_real_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model at 4 bits; the output loads, and its logits stay close to the source's."""
+    monkeypatch.setattr(experts, "_SCALE_TILES", 8)
     source, target = str(tmp_path / "source"), tmp_path / "out"
     small = {**FIELDS, "num_hidden_layers": 2, "num_nextn_predict_layers": 0, "n_routed_experts": 2}
     write_checkpoint(source, "tiny", 2, **small)

@@ -48,14 +48,16 @@ def encode_tiles(tiles: Array, bits: float, codebook: str, *, costs: Costs = "fp
     rounded = given.astype(np.float16).astype(np.float32)
     table = codebook_table(codebook).astype(np.float32)
     order = end_order(STATES >> int(new_bits(doubled)[0]))
-    search, batch = (compiled.search, 1) if compiled else (search_numpy, NUMPY_BATCH)
+    threads = os.cpu_count() or 1
+    search = compiled.search if compiled else search_numpy
+    batch = max(1, -(-len(rounded) // threads)) if compiled else NUMPY_BATCH
     states = np.empty(rounded.shape, dtype=np.uint16)
 
     def run(start: int) -> None:
         chosen = slice(start, start + batch)
         states[chosen] = search(rounded[chosen], table, new_bits(doubled), order, costs == "fp16")
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         list(pool.map(run, range(0, len(rounded), batch)))
     return torch.from_numpy(states) if isinstance(tiles, torch.Tensor) else states
 

@@ -75,7 +75,7 @@ def _spread(costs: F32, added: int, buffers: F32) -> F32:
 @_compile
 def _walk(tile: F32, table: F32, added: I64, first: int, costs: F32, scratch: F32, choices: U8, half: bool) -> None:
     """Once round the ring from position `first`: costs [65536] holds those of the nodes entering it, then those of the
-    nodes left behind; choices [256, 32768] gets each position's best top bits (the lowest on a tie)."""
+    nodes left behind; choices [256, nodes] gets each position's best top bits (the lowest on a tie)."""
     for step in range(256):
         position = (first + step) & 255
         leaving = added[(position + 1) & 255]
@@ -110,7 +110,7 @@ def search(tiles: F32, table: F32, added: I64, order: I64, half: bool) -> npt.ND
     states = np.empty(tiles.shape, dtype=np.uint16)
     costs = np.empty(65536, dtype=np.float32)
     scratch = np.empty((2, 65536), dtype=np.float32)
-    choices = np.empty((256, 32768), dtype=np.uint8)
+    choices = np.empty((256, 65536 >> added.min()), dtype=np.uint8)
     for t in range(tiles.shape[0]):
         costs[:] = 0
         _walk(tiles[t], table, added, 128, costs, scratch, choices, half)

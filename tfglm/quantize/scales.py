@@ -81,7 +81,7 @@ def sample_tiles(tiles: torch.Tensor, count: int) -> torch.Tensor:
     along = torch.linspace(0, rows * columns - 1, 3 * count // 4).long() // columns
     diagonal = along * columns + (along + torch.arange(len(along))) % columns
     by_size = flat.square().sum(dim=1).argsort().cpu()
-    extreme = count // 8
+    extreme = max(1, count // 8)
     chosen = torch.cat([diagonal, by_size[:extreme], by_size[-extreme:]]).unique()
     return flat[chosen.to(flat.device)]
 
