@@ -106,7 +106,12 @@ class Settings:
         32768, "reply budget of a request that names none; cut to the window, never refused", low=1, high=1048576
     )
     thinking: bool = _setting(True, "think before answering unless the request says otherwise")
-    body_mib: int = _setting(64, "largest request body in MiB", low=1, high=4096)
+    body_mib: int = _setting(
+        16,
+        "largest request body in MiB; a million tokens of text are about 5, and tokenising needs some 100 bytes a byte",
+        low=1,
+        high=4096,
+    )
     keepalive_s: float = _setting(
         15.0, "a silent stream gets an SSE comment this often; 0 turns it off", low=0, high=3600
     )

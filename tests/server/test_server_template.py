@@ -322,3 +322,10 @@ def test_a_template_that_refuses_is_a_bad_request():
     with pytest.raises(ApiError) as caught:
         chat_prompt(ChatTemplate("{{ raise_exception('roles must alternate') }}"), body, thinking_default=True)
     assert caught.value.status == 400 and "roles must alternate" in caught.value.message
+
+
+def test_a_template_that_says_nothing_is_refused():
+    body = parse(TokenizeChatBody, {"messages": [user("hi")]})
+    with pytest.raises(ApiError, match="empty prompt") as caught:
+        chat_prompt(ChatTemplate(""), body, thinking_default=True)
+    assert caught.value.status == 400

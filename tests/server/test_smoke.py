@@ -9,6 +9,7 @@ from scripted import CONTEXT, MODEL, FakeEngine, finished
 
 from tfglm.engine.api import Failed, Started
 from tfglm.engine.tokenizer import Tokenizer
+from tfglm.errors import ConfigError
 from tfglm.server import smoke
 from tfglm.server.info import ModelInfo
 from tfglm.server.state import Served
@@ -44,5 +45,5 @@ def test_an_engine_that_says_nothing_is_told(
 
 def test_a_window_without_room_is_told(served: Served, tokenizer: Tokenizer, template: ChatTemplate) -> None:
     tiny = Served(served.engine, tokenizer, template, ModelInfo(MODEL, 8))
-    with pytest.raises(smoke.SmokeError, match="--context"):
+    with pytest.raises(ConfigError, match=r"--context is 8; .* at least \d+ are needed"):
         smoke.smoke(tiny)

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientConnectionResetError, ClientError, web
 from scripted import MODEL, finished
 
-from tfglm.engine.api import Delta, Progress, Started
+from tfglm.engine.api import Delta, Progress, Started, TokenLogprob
 from tfglm.server import stream
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -162,3 +162,26 @@ async def test_what_the_drain_ends_is_told(make_api, gate):
     status, body = await whole
     assert (status, body["error"]["code"]) == (503, "draining")
     assert all(event.is_set() for event in api.engine.cancelled.values())
+
+
+async def test_a_mistake_of_ours_after_the_headers_is_an_error_event(make_api):
+    unknown = Delta("answer", "x", (10**9,), (TokenLogprob(10**9, -1.0),))
+    api = await make_api([Started(1.0), unknown, finished()])
+    async with open_stream(api, logprobs=True) as response:
+        text = await response.text()
+    assert response.status == 200 and "HTTP/1.1" not in text
+    *_, error, done = [line for line in text.splitlines() if line]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert done == "data: [DONE]"
+    async with open_stream(api) as response:
+        assert response.status == 200
+
+
+async def test_a_logprob_of_minus_infinity_is_a_number_in_json(make_api):
+    token = Delta("answer", "x", (300,), (TokenLogprob(300, float("-inf"), ((300, float("-inf")),)),))
+    api = await make_api([Started(1.0), token, finished()])
+    async with api.session.post(
+        api.url + "/v1/chat/completions", json={**BODY, "logprobs": True, "top_logprobs": 1}
+    ) as response:
+        [entry] = json.loads(await response.text(), parse_constant=pytest.fail)["choices"][0]["logprobs"]["content"]
+    assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] == -9999.0

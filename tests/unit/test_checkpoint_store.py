@@ -328,7 +328,14 @@ def test_index_names_missing_files(folder: Path) -> None:
 @pytest.mark.parametrize("file", ["../evil.safetensors", "sub/x.safetensors", "/etc/passwd", "..", "", 3, None])
 def test_index_must_stay_in_the_folder(folder: Path, file: object) -> None:
     rewrite_index(folder, lambda index: index["weight_map"].update({QA: file}))
-    assert f"tensor {QA} is in {file!r}; a file name in the same folder is needed" in refused(folder)
+    assert f"tensor {QA} is in {file!r}; a file name in its folder is needed" in refused(folder)
+
+
+def test_index_with_a_file_name_that_no_disk_can_hold(folder: Path) -> None:
+    rewrite_index(folder, lambda index: index["weight_map"].update({QA: "x" * 5000}))
+    message = refused(folder)
+    assert f"tensor {QA} is in 'xxxx" in message
+    assert len(message) < 1000
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, "x"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tfglm.checkpoint.config import ModelConfig
-from tfglm.checkpoint.jsonfile import read_object
+from tfglm.checkpoint.jsonfile import read_object, shown
 from tfglm.checkpoint.names import TensorSpec, expected_tensors, layer_prefix
 from tfglm.checkpoint.safetensors import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, TensorEntry, read_header
 from tfglm.errors import CheckpointError
@@ -43,6 +43,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 _BLOCK_BYTES = 4 << 20
 """Scratch of a column read."""
+_READ_BYTES = 1 << 30
+"""Of one system call: Linux cuts longer reads at 2 GiB, macOS refuses them."""
 _PAGE_BYTES = 4096
 """A gap between two wanted runs shorter than this costs the disk nothing: it is in a page that is read anyway."""
 
@@ -169,11 +171,11 @@ def _read_index(path: Path) -> dict[str, str]:
     weight_map: Any = read_object(path, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{path}: weight_map is {weight_map!r}; an object of tensor names and file names is needed"
+            f"{path}: weight_map is {shown(weight_map)}; an object of tensor names and file names is needed"
         )
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
-            raise CheckpointError(f"{path}: tensor {name} is in {file!r}; a file name in the same folder is needed")
+        if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or len(file) > 255:
+            raise CheckpointError(f"{path}: tensor {name} is in {shown(file)}; a file name in its folder is needed")
     return weight_map
 
 
@@ -314,12 +316,12 @@ def _read_columns(fd: int, entry: TensorEntry, data: torch.Tensor, start: int, s
 
 
 def _read_into(fd: int, entry: TensorEntry, data: torch.Tensor, offset: int) -> None:
-    """Fill the flat byte tensor from the file. One preadv returns at most 2 GiB, hence the loop."""
+    """Fill the flat byte tensor from the file."""
     view = memoryview(data.numpy())  # type: ignore[arg-type]
     done = 0
     while done < len(view):
         try:
-            got = os.preadv(fd, [view[done:]], offset + done)
+            got = os.preadv(fd, [view[done : done + _READ_BYTES]], offset + done)
         except OSError as exc:
             raise CheckpointError(f"{entry.file}: reading tensor {entry.name} failed: {exc.strerror}") from None
         if got == 0:

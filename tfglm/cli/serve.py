@@ -105,6 +105,7 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     from tfglm.errors import CheckpointError, ConfigError
     from tfglm.models.glm53 import load_model
     from tfglm.server.info import ModelInfo
+    from tfglm.server.smoke import greeting
     from tfglm.server.state import Served
     from tfglm.server.template import ChatTemplate
 
@@ -126,6 +127,7 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
     name = settings.served_name or path.resolve().name
     if not name.isprintable():
         raise ConfigError(f"the model's name in the API would be {name!a}; give it a printable one with --served-name")
+    greeting(tokenizer, template, plan.context)  # a window too small for any chat is found before minutes of loading
     torch.set_num_threads(settings.threads or _cores())
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from tfglm.engine.tokenizer import Tokenizer
 
 
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot carry; the value that vLLM sends."""
+
+
 def token_text(raw: bytes) -> str:
     """A token as text. A part of a character is written `bytes:\\xNN`, as OpenAI does, so that names stay distinct."""
     try:
@@ -42,7 +46,7 @@ class CompletionLogprobs:
             piece["tokens"].append(token_text(raw))
             piece["text_offset"].append(self._offset)
             self._offset += len(self._decoder.decode(raw))
-            piece["token_logprobs"].append(None if entry is None else entry.logprob)
+            piece["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
             piece["top_logprobs"].append(None if entry is None else self._top(entry))
 
     def take(self) -> dict[str, Any] | None:
@@ -53,8 +57,12 @@ class CompletionLogprobs:
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, logprob in entry.top:
-            top.setdefault(token_text(self._tokenizer.token_bytes(token)), logprob)
+            top.setdefault(token_text(self._tokenizer.token_bytes(token)), _finite(logprob))
         return top
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
 
 
 def _empty_piece() -> dict[str, Any]:
@@ -63,4 +71,4 @@ def _empty_piece() -> dict[str, Any]:
 
 def _named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token)
-    return {"token": token_text(raw), "logprob": logprob, "bytes": list(raw)}
+    return {"token": token_text(raw), "logprob": _finite(logprob), "bytes": list(raw)}

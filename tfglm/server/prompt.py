@@ -41,6 +41,8 @@ def chat_prompt(template: ChatTemplate, fields: ChatPromptFields, *, thinking_de
         )
     except TemplateRefusedError as error:
         raise ApiError(400, f"the chat template refused the messages: {error}", param="messages") from None
+    if not text:
+        raise ApiError(400, "the chat template made an empty prompt of these messages", param="messages")
     if continued and messages[-1].get("reasoning_content") and not messages[-1]["content"]:
         # Only reasoning was given: it is the think block that goes on.
         text = text.removesuffix(END_THINK)

@@ -68,6 +68,12 @@ async def stream_reply(
             request.transport.abort()
     except ConnectionResetError:
         log.debug("%s: the client is gone", generation.request.id)
+    except Exception:
+        # The headers are out: a second response would corrupt the stream, so the error goes the way of the others.
+        log.exception("%s: its events could not be written", generation.request.id)
+        mistake = Failed("internal_error", "the server made a mistake; its log has the traceback")
+        await _write(response, failure(mistake))
+        await response.write_eof()
     return response
 
 
