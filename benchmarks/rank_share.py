@@ -229,15 +229,16 @@ def main(result: Path) -> None:
             full = four - shared * (LAYERS - 1)
             mean = {"mean": round(four / LAYERS, 1), "shared": round(shared, 1), "with indexer": round(full, 1)}
             keep("layer_us", f"R={rows} T={context}", mean)
-    for rows in (1, 8):
-        keep("kernels_us", f"R={rows} T=8192", by_kernel(share.runner(rows, 8192)))
-    launches = {key: sum(k["launches"] for k in kernels.values()) for key, kernels in report["kernels_us"].items()}  # type: ignore[attr-defined]
-    keep("launches_per_layer", "mean", launches)
-    for rows in (2048, 4096):
+    for rows in (2048,):
         keep("prompt_ms", str(rows), round(graph_us(share.runner(rows, 8192), 5) / LAYERS / 1e3, 2))
         experts, routing = (graph_us(share.runner(rows, 8192, part), 5) / LAYERS for part in ("experts", "routing"))
         keep("prompt_experts_ms", str(rows), round((experts - routing) / 1e3, 2))
-    keep("kernels_us", "R=2048 T=8192", by_kernel(share.runner(2048, 8192)))
+    for rows in (1, 8, 2048):
+        keep("kernels_us", f"R={rows} T=8192", by_kernel(share.runner(rows, 8192)))
+    kernels = report["kernels_us"]
+    assert isinstance(kernels, dict)
+    launches = {window: sum(k["launches"] for k in times.values()) for window, times in kernels.items()}
+    keep("launches_per_layer", "mean", launches)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_scores_against_float64(heads: int, width: int, kv: KvFormat, device: to
 
 
 def test_eight_rows_over_a_hundred_pages(device: torch.device) -> None:
-    """Blocks of six rows and of two: as much shared memory as a launch gets without asking for more, and a ragged end."""
+    """Blocks of six rows and of two, which take as much shared memory as a launch gets without asking for more."""
     cached = Cached(32, 128, KvFormat.BF16, (25_000, 25_000), device)
     positions, streams = list(range(24_990, 24_998)), [0] * 8
     queries, weights = cached.rows(8)

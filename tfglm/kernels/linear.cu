@@ -17,7 +17,7 @@
 //! no-spills
 #include "weights.cuh"
 
-constexpr int MAX_SLICES = 16;
+constexpr int MAX_SLICES = 8;
 constexpr int COLUMNS = 64;  // of a piece
 
 struct Matrix {
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_SLICES)
     experts_bf16(const u16* x, int ldx, int x_divide, const u8* w, void* out, int ldo, int as_float, int n, int k,
                  const int* pairs, const int* group_start, const int* group_expert) {
     chain_start();
-    constexpr int MT = 1, NT = 2;
+    constexpr int MT = 2, NT = 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slices = blockDim.x / 32;
     const int row0 = blockIdx.x * 16 * MT, group = blockIdx.z;
     const int start = group_start[group], stop = group_start[group + 1];

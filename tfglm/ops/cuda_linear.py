@@ -15,7 +15,7 @@ DECODE_ROWS = 16
 
 _FORMATS = {"bf16": 0, "fp8": 1, "q4": 2, "q6": 3, "q8": 4}
 _PIECE_BYTES = (2048, 1024, 512, 768, 1024)
-_MAX_SLICES = 16
+_MAX_SLICES = 8
 _STAGES = 3
 _TILE_N = 128
 
@@ -78,7 +78,7 @@ def experts(
     groups_of_pairs = (pairs, group_start, group_expert)
     kernel = chained(driver.load("linear", {"WEIGHT": "0"}).kernel("experts_bf16"))
     kernel(
-        (-(-rows // 16), 1, group_expert.shape[0]),
+        (-(-rows // 32), 1, group_expert.shape[0]),
         32 * slices(columns),
         (x, x.stride(0), divide, weights, out, out.stride(0), _as_float(out), rows, columns, *groups_of_pairs),
     )
