@@ -250,5 +250,8 @@ def test_command_with_the_real_search(
             rows.append(torch.log_softmax(model.forward([Rows(model.open_stream(), tokens, 100)]).double(), dim=1))
     divergence = (rows[0].exp() * (rows[0] - rows[1])).sum(dim=1)
     assert 0 < float(divergence.median()) < 0.05
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user", "content": {"no": "text"}}]}')
+    assert main(["quantize", source, str(tmp_path / "x"), "--calibration", str(tmp_path / "bad.jsonl")]) == 1
+    assert "the chat template refuses a conversation of the calibration text" in capsys.readouterr().err
     assert main(["quantize", source, str(target), "--widths", "two"]) == 1
     assert "--widths two: numbers with commas" in capsys.readouterr().err

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tfglm.errors import ConfigError
 
@@ -89,12 +90,18 @@ def _quantise(checkpoint: Checkpoint, args: argparse.Namespace, recipe: Recipe, 
     from tfglm.engine.tokenizer import Tokenizer
     from tfglm.quantize.run import quantise_checkpoint
     from tfglm.quantize.text import conversations, sequences
-    from tfglm.server.template import ChatTemplate
+    from tfglm.server.template import ChatTemplate, TemplateRefusedError
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return template.render(messages, add_generation_prompt=False)
+        except TemplateRefusedError as error:
+            raise ConfigError(f"the chat template refuses a conversation of the calibration text: {error}") from None
 
     template, tokenizer = ChatTemplate.from_folder(args.source), Tokenizer.from_folder(args.source)
     tokens = sequences(
         conversations(args.calibration),
-        lambda messages: template.render(messages, add_generation_prompt=False),
+        render,
         tokenizer.encode,
         length=min(args.length, checkpoint.config.max_position_embeddings),
         tokens=args.calibration_tokens,
