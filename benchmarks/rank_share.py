@@ -34,6 +34,9 @@ from tfglm.ops.exl3_weights import Exl3Experts
 DEVICE = torch.device("cuda")
 WIDTH, LAYERS = 640, 4
 BITS = (2,) * 81 + (3,) * 158 + (4,) * 17
+HBM, EXL3 = 4.3e12, 1.65e12
+"""Bytes a second that an H200 reads, and of 2.75-bit weights that its integer units can decode (7 lane slots a weight)."""
+
 GATES = {"experts": (79, 212, 369, 635), "layer": (125, 270, 430, None)}
 """us at 1, 4, 8, 16 rows that are to be reached (a layer: at a context of 8192)."""
 
@@ -204,6 +207,17 @@ def by_kernel(run: Callable[[], None]) -> dict[str, dict[str, float]]:
     return {name: {key: round(value, 2) for key, value in figures.items()} for name, figures in kernels}
 
 
+def expert_ratios(experts_us: dict[str, float]) -> dict[str, dict[str, float]]:
+    """The share of two limits that the routed experts reach, for the distinct experts that independent draws need."""
+    one = 3 * 6144 * WIDTH * sum(BITS) / len(BITS) / 8
+    ratios = {}
+    for rows, us in experts_us.items():
+        nbytes = 256 * (1 - (1 - 8 / 256) ** int(rows)) * one
+        limits = {"of reading them": HBM, "of decoding them": EXL3}
+        ratios[rows] = {name: round(nbytes / rate * 1e6 / us, 2) for name, rate in limits.items()}
+    return ratios
+
+
 def main(result: Path) -> None:
     share = Share.random(512_000)
     properties = torch.cuda.get_device_properties(DEVICE)
@@ -222,6 +236,9 @@ def main(result: Path) -> None:
     for rows in (1, 2, 4, 8, 16):
         experts, routing = (graph_us(share.runner(rows, 8192, part)) / LAYERS for part in ("experts", "routing"))
         keep("experts_us", str(rows), round(experts - routing, 1))
+    experts_us = report["experts_us"]
+    assert isinstance(experts_us, dict)
+    keep("ratios", "experts", expert_ratios(experts_us))
     for context in (8192, 102_400, 512_000):
         for rows in (1, 2, 4, 8, 16) if context == 8192 else (1, 4, 8):
             four = graph_us(share.runner(rows, context))
