@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda")
 WIDTH, LAYERS = 640, 4
 BITS = (2,) * 81 + (3,) * 158 + (4,) * 17
 HBM, EXL3 = 4.3e12, 1.65e12
-"""Bytes a second that an H200 reads, and of 2.75-bit weights that its integer units can decode (7 lane slots a weight)."""
+"""Bytes a second that an H200 reads, and of 2.75-bit weights that its lanes can decode (7 slots a weight)."""
 
 GATES = {"experts": (79, 212, 369, 635), "layer": (125, 270, 430, None)}
 """us at 1, 4, 8, 16 rows that are to be reached (a layer: at a context of 8192)."""
