@@ -132,3 +132,11 @@ def test_other_settings_do_not_find_each_others_pages(checkpoint: Checkpoint, mo
         end(engine)
         states.drop(4)
     assert cached == [0, 0, PAGE]
+
+
+def test_nothing_is_kept_where_a_row_has_other_bits_in_other_windows(
+    checkpoint: Checkpoint, model: Glm53, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Glm53, "rows_alike", False)
+    assert prompt_states(checkpoint.path, model, 4, Settings()).pages == 0
+    assert "W_KEPT" in caplog.text

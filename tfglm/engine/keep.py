@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tfglm.models.glm53 import Glm53
 from tfglm.ops.reference import ReferenceOps
 from tfglm.settings import Settings
 
+log = logging.getLogger(__name__)
+
 GIB = 2**30
 
 
@@ -35,6 +38,12 @@ def prompt_states(checkpoint: Path, model: Glm53, kept_pages: int, settings: Set
                 f"--disk-cache is {settings.disk_cache!r} and --kept-gib {settings.kept_gib}, which holds no page of "
                 f"{mib:.1f} MiB; what is kept on the disk is first kept in memory"
             )
+        return PromptStates()
+    if not model.rows_alike:
+        log.warning(
+            "W_KEPT: no prompt states are kept: with EXL3 experts on a GPU a row's bits depend on whether it was read "
+            "in a prompt or decoded, so a prompt that resumes could get another reply than a fresh one"
+        )
         return PromptStates()
     if not settings.disk_cache:
         return PromptStates(KeptStates(model.cache.pool, kept_pages))

@@ -40,6 +40,12 @@ class Glm53:
         self.frequencies = 1.0 / config.rope_theta**half
 
     @property
+    def rows_alike(self) -> bool:
+        """Whether a row has the same bits in windows of every size. Where it has not, what one window has cached is not
+        what another would have: a prompt may not go on from rows that were read or decoded in other windows."""
+        return True
+
+    @property
     def tokens_total(self) -> int:
         return self.cache.pool.pages * PAGE
 

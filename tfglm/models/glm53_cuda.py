@@ -28,7 +28,7 @@ from tfglm.models.weights import (
     load_layer,
 )
 from tfglm.models.window import LaidOut
-from tfglm.ops.base import Window
+from tfglm.ops.base import PlainExperts, Window
 from tfglm.ops.cuda import CudaOps, Precision
 
 GRAPH_ROWS = 16
@@ -90,6 +90,12 @@ class CudaGlm53(Glm53):
         self._use_graphs = graphs
         self._graphs: dict[tuple[int, int, Taps], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    @property
+    def rows_alike(self) -> bool:
+        """EXL3 experts sum in another order in windows of more than 16 rows than in smaller ones."""
+        mixtures = (layer.ffn for layer in self.weights.layers if isinstance(layer.ffn, MoeWeights))
+        return all(isinstance(mixture.experts, PlainExperts) for mixture in mixtures)
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
         """Logits on the host; tapped rows stay on the device and belong to the caller."""
