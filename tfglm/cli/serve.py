@@ -46,9 +46,6 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("tfglm").setLevel(settings.log_level.upper())
     from tfglm.server.run import bind, serve
 
-    # OpenMP threads that spin while they wait take the processor from whoever they wait for: on two busy cores a token
-    # took 60 ms instead of 9. Read once, when torch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     listener = bind(settings)
     started: list[Engine] = []
     guard: Guard | None = None
