@@ -85,6 +85,40 @@ def test_a_shared_system_prompt_is_read_once_by_those_that_run_together() -> Non
     assert all(same(receiver, fresh(one)) for receiver, one in zip(receivers, wanted, strict=True))
 
 
+@pytest.mark.parametrize(("pages", "together"), [(8, True), (7, False)])
+def test_kept_pages_of_a_running_reply_are_promised_once(pages: int, together: bool) -> None:
+    """A reply of 4 pages comes when another of 4 has read its prompt: both fit 8 pages at once, and 7 only in turn."""
+    first, second = (
+        request(name, prompt(3 * PAGE, seed), 100, temperature=0.0, ignore_eos=True)
+        for seed, name in enumerate(("a", "b"))
+    )
+    later = Receiver()
+    with KeepingEngine(pages, pages, parallel=2, prefill_rows=PAGE) as keeping:
+
+        def before(window: object) -> None:
+            if len(keeping.model.windows) == 4:
+                keeping.engine.submit(second, later)
+
+        keeping.model.before = before
+        earlier = ask(keeping.engine, first)
+        assert earlier.finished and later.finished
+        assert any(len(window) == 2 for window in keeping.model.windows) is together
+    assert same(earlier, fresh(first)) and same(later, fresh(second))
+
+
+def test_a_request_that_waits_holds_no_kept_pages() -> None:
+    """It finds its beginning among the kept pages at every turn, while there is no room for the rest."""
+    first = request("a", prompt(PAGE + 9), 4)
+    long = request("b", prompt(3 * PAGE, seed=1), 3 * PAGE, temperature=0.0, ignore_eos=True)
+    with KeepingEngine(8, 8, parallel=2) as keeping:
+        assert ask(keeping.engine, first).finished
+        running = ask(keeping.engine, long)
+        waiting = ask(
+            keeping.engine, request("c", [*prompt(PAGE + 9), *prompt(PAGE, seed=3)], 2 * PAGE, temperature=0.0)
+        )
+        assert waiting.finished and running.finished
+
+
 def test_a_prompt_whose_probabilities_are_asked_for_is_read_whole() -> None:
     wanted = request("a", prompt(PAGE + 9), 2, prompt_logprobs=1)
     with KeepingEngine(16, 8) as keeping:

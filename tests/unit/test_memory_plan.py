@@ -93,6 +93,13 @@ def test_larger_chunks_cost_what_was_published(full: Inventory) -> None:
     assert buffers[1] - buffers[0] == pytest.approx(1.05, abs=0.05)
 
 
+def test_pages_on_their_way_to_the_disk_are_planned(full: Inventory) -> None:
+    with_disk, without = planned(full, disk_cache="/cache"), planned(full)
+    pages = (with_disk.ranks[0].need - without.ranks[0].need) / (PAGE * without.bytes_per_token)
+    assert 8 <= pages <= 32 and pages == int(pages)
+    assert with_disk.largest < without.largest
+
+
 def test_the_largest_window_fits_and_one_page_more_does_not(full: Inventory) -> None:
     largest = planned(full).largest
     assert largest % PAGE == 0

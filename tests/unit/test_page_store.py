@@ -158,6 +158,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch:
     store = store_in(tmp_path)
 
     def full(fd: int) -> None:
+        assert not files(tmp_path), "the page had its name before it was on the disk"
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)

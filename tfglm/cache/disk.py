@@ -89,7 +89,7 @@ class PageStore:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A text whose pages these are was used."""
-        for key in reversed(keys):
+        for key in keys:
             with self._lock:
                 entry = self._entries.get(key)
                 if entry is None:

@@ -80,7 +80,7 @@ class KeptStates:
                 if block is None:
                     break
                 found.append(block)
-            for block in reversed(found):  # the end of a text is dropped before its beginning
+            for block in found:
                 self._blocks.move_to_end(block.key)
                 block.users += 1
             return found
@@ -129,8 +129,6 @@ class KeptStates:
                     lent.append(block)
                     kept.append(block)
                 parent = block
-            for key in reversed([block.key for block in kept]):
-                self._blocks.move_to_end(key)
         if self.write_away:
             for block in kept:
                 self.write_away(block)

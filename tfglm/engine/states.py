@@ -77,13 +77,13 @@ class PromptStates:
             reply.promised -= self._kept.keep(reply.stream, keys[: reply.read // PAGE])
 
     def finished(self, reply: Reply) -> None:
-        """A reply is over and still holds its promise of pages: keep the whole pages of prompt and reply."""
+        """A reply is over, and its pages are promised to nobody else yet: keep the whole pages of prompt and reply."""
         if self._kept and reply.stream is not None and reply.failure is None:
             known = (reply.page_keys or [])[: reply.read // PAGE]
             prompt, cached = reply.request.prompt[len(known) * PAGE :], min(reply.cached, reply.stream.length)
             text = [*prompt, *reply.tokens][: cached - len(known) * PAGE]
             keys = known + self._kept.keys(text, known[-1] if known else None)
-            reply.promised -= self._kept.keep(reply.stream, keys)
+            self._kept.keep(reply.stream, keys)
 
     def end(self, reply: Reply) -> None:
         """A reply's stream is about to close."""
