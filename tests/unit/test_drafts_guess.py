@@ -74,3 +74,11 @@ def test_shared_noise_makes_near_targets_agree() -> None:
             kept[noise] += drafted == token
     assert kept[1.0] > 0.8 * 400 > 0.72 * 400 > kept[0.7] > kept[0.0]
     assert kept[0.0] < 0.5 * 400
+
+
+def test_a_request_that_rules_out_every_candidate_gets_a_draft_that_nobody_believes_in() -> None:
+    """Not an error: one request's stop ids would turn drafting off for all."""
+    draw = guess(SamplingParams(), 5, None, masked=range(64), unmasked=1)
+    assert draw(np.arange(64), np.zeros(64), 0) == (0, 0.0)
+    assert draw(np.arange(64), np.zeros(64), 1)[1] > 0
+    assert guess(SamplingParams(), 5, None)(np.arange(4), np.full(4, np.nan), 0) == (0, 0.0)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tfglm.engine.api import SamplingParams
 from tfglm.engine.noise import gumbel
-from tfglm.engine.sampler import LOWEST_TEMPERATURE, TokenCounts, has_penalties, kept
+from tfglm.engine.sampler import LOWEST_TEMPERATURE, TokenCounts, has_penalties, kept, penalised
 
 SPREAD = 2.0
 """Temperature at which noisy scores give an estimate of the chosen token's chance to be the target's too."""
@@ -20,7 +20,7 @@ class Guess:
     A drafter's scores differ from the target's logits, but the noise is what the target will add at that position, so
     where both are near the same token wins. noise: its weight, 1 for the target's own, 0 for a greedy draft. position:
     of the first drafted token. Only candidates that the tokenizer has, and none of `masked` for the first `unmasked`
-    tokens of the path, are chosen.
+    tokens of the path, are chosen; where a request rules all of them out, a token that nobody believes in.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Guess:
             allowed &= ~np.isin(ids, self._masked)
         ids, scores = ids[allowed], values[allowed].astype(np.float64)
         if not len(ids):
-            raise ValueError("a drafter offers no candidate that could be chosen")
+            return 0, 0.0
         self._adjust(ids, scores)
         params, spread = self._params, 1.0
         if params.temperature > 0 and params.top_k != 1:
@@ -66,16 +66,13 @@ class Guess:
 
     def _adjust(self, ids: np.ndarray, scores: np.ndarray) -> None:
         """Penalties as they will be if the path so far is kept, and logit_bias, in place."""
-        params = self._params
+        params, tokens = self._params, ids.tolist()
         if self._counts is not None:
-            for i, token in enumerate(ids.tolist()):
-                times = self._counts.times(token)
-                drafted = self._path.count(token)
-                if times is None and not drafted:
-                    continue
-                times = (times or 0) + drafted
-                value = scores[i]
-                value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
-                scores[i] = value - params.frequency_penalty * times - params.presence_penalty * (times > 0)
-        for token, bias in params.logit_bias.items():
-            scores[ids == token] += bias
+            # -1: neither in the prompt nor in the reply.
+            before = np.array([-1 if (times := self._counts.times(token)) is None else times for token in tokens])
+            drafted = np.array([self._path.count(token) for token in tokens])
+            known = (before >= 0) | (drafted > 0)
+            times = np.maximum(before, 0) + drafted
+            scores[known] = penalised(scores[known], times[known], params)
+        if params.logit_bias:
+            scores += np.array([params.logit_bias.get(token, 0.0) for token in tokens])

@@ -100,6 +100,12 @@ def has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
+def penalised(values: np.ndarray, times: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """float64 [n] logits of tokens that prompt or reply hold, after the penalties; times [n]: of each in the reply."""
+    values = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    return values - params.frequency_penalty * times - params.presence_penalty * (times > 0)
+
+
 def _adjusted(
     logits: np.ndarray, params: SamplingParams, counts: TokenCounts | None, masked: Collection[int]
 ) -> np.ndarray:
@@ -109,11 +115,7 @@ def _adjusted(
         values = values.astype(np.float64)
         known = counts.ids < len(values)
         ids, times = counts.ids[known], counts.in_reply[known]
-        old = values[ids]
-        old = np.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
-        old -= params.frequency_penalty * times
-        old -= params.presence_penalty * (times > 0)
-        values[ids] = old
+        values[ids] = penalised(values[ids], times, params)
     if params.logit_bias:
         values = values.astype(np.float64)
         for token, bias in params.logit_bias.items():
