@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tfglm.drafts.automaton import NONE, ROOT, SuffixAutomaton
 from tfglm.drafts.base import NO_DRAFT, Draft
-from tfglm.drafts.copy import LONGEST_COPY, SHORTEST_MATCH, CopyCorpus, CopyIndex, trusted
+from tfglm.drafts.copy import CATCH_UP, LONGEST_COPY, SHORTEST_MATCH, CopyCorpus, CopyIndex, trusted
 
 
 def built(text: list[int]) -> SuffixAutomaton:
@@ -184,3 +184,22 @@ def test_a_corpus_drops_its_older_half() -> None:
     late.add([190, 191])
     early.add([0, 1])
     assert late.propose(192, 3).tokens == (193, 194, 195) and early.propose(2, 3) == NO_DRAFT
+
+
+def test_a_long_kept_prompt_is_indexed_bit_by_bit_and_then_copied_from_as_if_read() -> None:
+    """No call indexes more than a bounded number of tokens, however long the text that a stream begins with."""
+    dice = random.Random(4)
+    kept, chunk = [dice.randrange(1000) for _ in range(5 * CATCH_UP)], [dice.randrange(1000) for _ in range(50)]
+    read, skipped = CopyIndex(), CopyIndex()
+    read.read_prompt([*kept, *chunk])
+    skipped.skip_prompt(kept)
+    skipped.read_prompt(chunk)
+    drafts = 0
+    for pending in kept[100:120]:
+        before = skipped._automaton.size
+        draft, expected = skipped.propose(pending, 8), read.propose(pending, 8)
+        assert skipped._automaton.size - before <= CATCH_UP + 1
+        behind = skipped._automaton.size < read._automaton.size
+        assert draft == (NO_DRAFT if behind else expected)
+        drafts += draft.source == "copy-prompt"
+    assert drafts >= 15

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 from tfglm.drafts.automaton import NONE, ROOT, Place, SuffixAutomaton
 from tfglm.drafts.base import NO_DRAFT, Draft
@@ -15,6 +16,10 @@ SHORTEST_MATCH = 3
 
 LONGEST_COPY = 15
 """With the pending token a window of 16 rows, the widest that kernels read in one tile."""
+
+CATCH_UP = 1024
+"""Tokens of a text read at once, such as a kept prompt's, that are indexed a round beside those that are new: a
+hundred thousand take a second, for which no other reply should wait."""
 
 TRUSTED_MATCH = {"copy-prompt": 8, "copy-corpus": 16, "copy-reply": 24}
 """A copy with at least so many tokens agreeing before it needs no second opinion. A reply repeats itself by accident
@@ -52,14 +57,22 @@ class CopyIndex:
         self._others = corpus.halves if corpus else ()
         self._places: list[Place] = [(ROOT, 0)] * len(self._others)
         self._reply: list[int] = []
+        self._behind: deque[int] = deque()
 
-    def read_prompt(self, tokens: Iterable[int]) -> None:
-        self._append(tokens)
-        self._prompt_length = self._automaton.size
+    def read_prompt(self, tokens: Sequence[int]) -> None:
+        """The prompt goes on, with a chunk that the model read."""
+        self._prompt_length += len(tokens)
+        self._append(tokens, len(tokens))
+
+    def skip_prompt(self, tokens: Sequence[int]) -> None:
+        """The prompt goes on, with any number of tokens that took the model no time: indexed bit by bit. Until then
+        nothing is copied."""
+        self._prompt_length += len(tokens)
+        self._append(tokens, 0)
 
     def add(self, tokens: Sequence[int]) -> None:
         """The reply goes on."""
-        self._append(tokens)
+        self._append(tokens, len(tokens))
         if self._corpus:
             self._reply += tokens
 
@@ -76,6 +89,8 @@ class CopyIndex:
         learns what a match of some length from prompt or reply is worth.
         """
         self.add([pending])
+        if self._behind:
+            return NO_DRAFT
         index = self._automaton
         state = index.link[index.last]
         match = 0 if state == NONE else index.length[state]
@@ -88,8 +103,11 @@ class CopyIndex:
         tokens, confidence = _continuation(index, state, match, min(room, LONGEST_COPY))
         return Draft(tuple(tokens), tuple(confidence), source, match)
 
-    def _append(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
+    def _append(self, tokens: Sequence[int], at_once: int) -> None:
+        """Index `at_once` tokens, and CATCH_UP more if so many wait."""
+        self._behind.extend(tokens)
+        for _ in range(min(len(self._behind), at_once + CATCH_UP)):
+            token = self._behind.popleft()
             self._automaton.add(token)
             for number, other in enumerate(self._others):
                 self._places[number] = other.advance(self._places[number], token)

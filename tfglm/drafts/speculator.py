@@ -88,6 +88,10 @@ class Speculator:
         """The lane of a new stream; None when drafting is off."""
         return self._guard("opening a stream", lambda: self._open(stream, sampled), None)
 
+    def skip(self, lane: Lane, tokens: Sequence[int]) -> None:
+        """A part of a stream's prompt did not go through the model, because its rows were kept."""
+        self._guard("skipping a part of a prompt", lambda: self._skip(lane, tokens), None)
+
     def read(self, lane: Lane, tokens: Sequence[int], passed: Passed) -> None:
         """A chunk of a stream's prompt went through the model, as the whole of a window."""
         self._guard("reading a prompt", lambda: self._read(lane, tokens, passed), None)
@@ -132,6 +136,10 @@ class Speculator:
             lane.index.close()
         if self._drafter:
             self._drafter.close(lane.context)
+
+    def _skip(self, lane: Lane, tokens: Sequence[int]) -> None:
+        if lane.index:
+            lane.index.skip_prompt(tokens)
 
     def _read(self, lane: Lane, tokens: Sequence[int], passed: Passed) -> None:
         if lane.index:

@@ -55,9 +55,8 @@ class Drafting:
     def skip(self, reply: Reply, tokens: Sequence[int]) -> None:
         """A part of a reply's prompt is not read, because its rows are there: it is copied from, while a drafting model
         never sees it and guesses from the rest."""
-        lane = self._lanes.get(reply)
-        if lane is not None and lane.index:
-            lane.index.read_prompt(tokens)
+        if self._speculator and reply in self._lanes:
+            self._speculator.skip(self._lanes[reply], tokens)
 
     def read(self, reply: Reply, tokens: Sequence[int], passed: Passed) -> None:
         """A chunk of a reply's prompt went through the model."""
