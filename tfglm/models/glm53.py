@@ -17,7 +17,7 @@ from tfglm.models.shapes import shapes_of
 from tfglm.models.source import CheckpointSource
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.weights import ModelWeights, load_weights
-from tfglm.models.window import LaidOut, Rows, check, lay_out, reserve
+from tfglm.models.window import LaidOut, Rows, appended
 from tfglm.ops.base import Ops
 from tfglm.ops.reference import ReferenceOps
 from tfglm.ops.rows import Rows as RowMath
@@ -75,17 +75,8 @@ class Glm53:
     def forward_tapped(self, window: Sequence[Rows], taps: Taps) -> Passed:
         """`forward` that also hands out what `taps` asks for, of every row of the window."""
         torch.get_num_threads()  # a new thread's BLAS runs with the process's default thread count until torch is asked
-        check(window, self.cache.pool, self.config)
-        reserve(window, self.cache.pool)
-        try:
-            passed = self._forward(lay_out(window), taps)
-        except BaseException:
-            for entry in window:
-                entry.stream.release_spare()
-            raise
-        for entry in window:
-            entry.stream.length += len(entry.tokens)
-        return passed
+        with appended(window, self.cache.pool, self.config) as rows:
+            return self._forward(rows, taps)
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
         ops, config, weights, window = self.ops, self.config, self.weights, rows.window

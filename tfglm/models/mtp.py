@@ -22,7 +22,7 @@ from tfglm.models import mla, moe
 from tfglm.models.glm53 import Glm53
 from tfglm.models.source import Read, RenamedSource, Source, as_source
 from tfglm.models.weights import ModelWeights, load_layer
-from tfglm.models.window import LaidOut, Rows, check, lay_out, reserve
+from tfglm.models.window import LaidOut, Rows, appended
 from tfglm.ops.base import Selection
 from tfglm.ops.exl3_weights import Weight
 
@@ -105,17 +105,8 @@ class Mtp:
         return self._forward(window, step.rows, step.selection)
 
     def _forward(self, window: Sequence[Rows], hidden: torch.Tensor, before: Selection | None) -> MtpStep:
-        check(window, self._pool, self.config)
-        reserve(window, self._pool)
-        try:
-            step = self._layer(lay_out(window), hidden, before)
-        except BaseException:
-            for entry in window:
-                entry.stream.release_spare()
-            raise
-        for entry in window:
-            entry.stream.length += len(entry.tokens)
-        return step
+        with appended(window, self._pool, self.config) as rows:
+            return self._layer(rows, hidden, before)
 
     def _layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         ops, config, weights, window = self._ops, self.config, self.weights, rows.window
