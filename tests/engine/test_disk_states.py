@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +15,11 @@ import torch
 from harness import LIMIT, TOKENIZER, Receiver, ask, request
 from paged_model import PagedModel
 
-from tfglm.cache.disk import PageStore
+from tfglm.cache.disk import AHEAD, PageStore
 from tfglm.cache.kept import KeptStates
 from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import PAGE
-from tfglm.cache.tier import DiskTier, Pages
+from tfglm.cache.tier import DiskTier, Fetch, Pages, Readers
 from tfglm.engine.engine import Engine
 from tfglm.engine.states import PromptStates
 from tfglm.settings import Settings
@@ -205,3 +205,51 @@ def test_random_chats_across_restarts_are_the_fresh_ones(seed: int, tmp_path: Pa
             found += [outcome(receiver) for receiver in receivers]
             some += sum(cached(receiver) for receiver in receivers)
     assert found == fresh and some > 0
+
+
+def test_an_error_of_any_kind_beside_the_disk_is_given_up_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that writes lives on: what waits for it could not be let go of otherwise."""
+
+    def fail(self: Pages, page: int) -> bytearray:
+        raise MemoryError
+
+    monkeypatch.setattr(Pages, "read", fail)
+    with served(tmp_path) as running:
+        replies = [running.reply(prompt(2 * PAGE + 1, seed)) for seed in range(3)]
+    assert all(reply.finished for reply in replies)
+    assert caplog.text.count("writing failed (MemoryError") == 1
+    assert not any(block.pending for block in running.kept._blocks.values())
+
+
+def test_a_page_that_memory_has_no_room_for_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = prompt(3 * PAGE + 1)
+    with served(tmp_path) as before:
+        first = before.reply(text)
+
+    def fail(self: PageStore, key: bytes) -> bytearray:
+        raise MemoryError
+
+    monkeypatch.setattr(PageStore, "read", fail)
+    with served(tmp_path) as after:
+        again = after.reply(text)
+        assert cached(again) == 0
+    assert outcome(again) == outcome(first)
+
+
+def test_pages_that_wait_to_be_taken_are_bounded_for_all_fetches_together(tmp_path: Path) -> None:
+    """And a fetch that comes when the others hold them all still gives its own."""
+    keys = [bytes([n]) * 32 for n in range(3 * AHEAD)]
+    with closing(PageStore(tmp_path, WHO, 4, limit=1 << 30, keep_free=0)) as store:
+        for n, key in enumerate(keys):
+            store.write(key, keys[n - 1], bytes([n] * 4))
+        readers = Readers()
+        first, second = Fetch(store, keys, readers), Fetch(store, keys, readers)
+        assert readers.ahead == AHEAD
+        assert [second.next() for _ in range(5)] == [bytes([n] * 4) for n in range(5)]
+        assert readers.ahead <= AHEAD + 1
+        first.close()
+        assert list(iter(second.next, None)) == [bytes([n] * 4) for n in range(5, len(keys))]
+        assert readers.ahead == 0 and second.next() is None
+        readers.pool.shutdown()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from harness import TOKENIZER, Proposing, Receiver, ask, request
 from paged_model import KeepingEngine
@@ -13,7 +15,7 @@ from tfglm.cache.pages import PAGE
 from tfglm.drafts.costs import Costs
 from tfglm.drafts.policy import Policy
 from tfglm.drafts.speculator import Speculator
-from tfglm.engine.api import GenerationRequest, SamplingParams
+from tfglm.engine.api import Failed, GenerationRequest, SamplingParams
 from tfglm.engine.drafting import Drafting
 from tfglm.engine.reply import Reply
 
@@ -231,3 +233,32 @@ def test_seeds_that_are_derived_do_not_depend_on_what_was_read() -> None:
         again = ask(keeping.engine, wanted)
         assert again.finished.usage.cached_tokens == PAGE
     assert again.ids == first.ids
+
+
+def test_a_prompt_whose_logits_are_no_numbers_leaves_nothing_to_others() -> None:
+    wanted = request("a", prompt(2 * PAGE + 1), 4)
+    with KeepingEngine(16, 8, prefill_rows=3 * PAGE) as keeping:
+        sound = keeping.model._logits
+        keeping.model._logits = lambda tokens, columns: np.full(columns, np.nan, np.float32)
+        failed = ask(keeping.engine, wanted).last
+        assert isinstance(failed, Failed) and failed.code == "E_LOGITS"
+        keeping.model._logits = sound
+        again = ask(keeping.engine, wanted)
+        assert again.finished.usage.cached_tokens == 0
+    assert same(again, fresh(wanted))
+
+
+def test_the_keys_of_a_prompt_are_made_once() -> None:
+    """Also of one whose every row is read, 64 at a time: half a million tokens would be hashed thousands of times."""
+    hashed: list[int] = []
+    wanted = request("a", prompt(2 * PAGE), 4, prompt_logprobs=0)
+    with KeepingEngine(16, 8) as keeping:
+        keys = keeping.kept.keys
+
+        def counted(tokens: Sequence[int], before: bytes | None = None) -> list[bytes]:
+            hashed.append(len(tokens))
+            return keys(tokens, before)
+
+        keeping.kept.keys = counted  # type: ignore[method-assign]
+        assert ask(keeping.engine, wanted).finished
+    assert sum(hashed) < 3 * PAGE

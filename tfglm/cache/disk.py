@@ -36,7 +36,7 @@ _CHECK = struct.Struct("<I")
 READERS = 8
 AHEAD = 2 * READERS
 """Pages that are read before they are asked for."""
-IN_MEMORY = AHEAD + 2
+IN_MEMORY = AHEAD + 3
 """Pages in memory at most while they are on their way, to and from the disk."""
 HEADER_BYTES = _HEADER.size + _CHECK.size
 _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{32})\.page")

@@ -49,10 +49,21 @@ class Pages:
         return list(zip(whole.split([plane[0].nbytes for plane in self._planes]), self._planes, strict=True))
 
 
-class Fetch:
-    """Pages on their way from the disk, in order. `next` gives each; None means that the rest is to be computed."""
+class Readers:
+    """Threads that read pages, and how many pages they were sent for that nobody has taken yet."""
 
-    def __init__(self, store: PageStore, keys: Sequence[bytes], readers: ThreadPoolExecutor) -> None:
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(READERS, "disk-read")
+        self.ahead = 0
+
+
+class Fetch:
+    """Pages on their way from the disk, in order. `next` gives each; None means that the rest is to be computed.
+
+    All fetches together read AHEAD pages before they are asked for, and one that is waited for.
+    """
+
+    def __init__(self, store: PageStore, keys: Sequence[bytes], readers: Readers) -> None:
         self._store, self._readers = store, readers
         self._keys = deque(keys)
         self._coming: deque[Future[bytearray | None]] = deque()
@@ -63,12 +74,18 @@ class Fetch:
         return len(self._keys) + len(self._coming)
 
     def next(self) -> bytearray | None:
+        if not self._coming and self._keys:
+            self._send()
         if not self._coming:
             return None
+        self._readers.ahead -= 1
         try:
             page = self._coming.popleft().result(READ_LIMIT_S)
         except FutureTimeoutError:
             log.warning("W_DISK_CACHE: a page was not read within %.0f s; it is computed instead", READ_LIMIT_S)
+            page = None
+        except Exception as error:  # no memory for it, for one: no reason to end the reply
+            log.warning("W_DISK_CACHE: a page could not be read (%s: %s); it is computed instead", _name(error), error)
             page = None
         if page is None:
             self.close()
@@ -78,13 +95,18 @@ class Fetch:
 
     def close(self) -> None:
         self._keys.clear()
+        self._readers.ahead -= len(self._coming)
         for future in self._coming:
             future.cancel()
         self._coming.clear()
 
     def _read_ahead(self) -> None:
-        while self._keys and len(self._coming) < AHEAD:
-            self._coming.append(self._readers.submit(self._store.read, self._keys.popleft()))
+        while self._keys and self._readers.ahead < AHEAD:
+            self._send()
+
+    def _send(self) -> None:
+        self._coming.append(self._readers.pool.submit(self._store.read, self._keys.popleft()))
+        self._readers.ahead += 1
 
 
 class DiskTier:
@@ -93,7 +115,7 @@ class DiskTier:
     def __init__(self, kept: KeptStates, pages: Pages, store: PageStore) -> None:
         self.pages = pages
         self._kept, self._store = kept, store
-        self._readers = ThreadPoolExecutor(READERS, "disk-read")
+        self._readers = Readers()
         self._named: queue.SimpleQueue[Block | list[bytes] | None] = queue.SimpleQueue()
         self._broken = False
         kept.write_away = self._named.put
@@ -115,7 +137,7 @@ class DiskTier:
         self._writer.join(CLOSE_LIMIT_S)
         self._broken = True
         self._writer.join(READ_LIMIT_S)
-        self._readers.shutdown(cancel_futures=True)
+        self._readers.pool.shutdown(cancel_futures=True)
         self._store.close()
 
     def _run(self) -> None:
@@ -133,13 +155,21 @@ class DiskTier:
         held = self._kept.borrow(block.key)
         if held is None:
             return
-        try:
-            page = self.pages.read(held.page)
-        finally:
-            self._kept.release([held])
         before = block.parent.key if block.parent is not None else self._kept.root
         try:
+            try:
+                page = self.pages.read(held.page)
+            finally:
+                self._kept.release([held])
             self._store.write(block.key, before, page)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the thread goes on: pages wait for it, and its queue only grows
             self._broken = True
-            log.warning("W_DISK_CACHE: writing failed (%s); nothing more is written until the server restarts", error)
+            log.warning(
+                "W_DISK_CACHE: writing failed (%s: %s); nothing more is written until the server restarts",
+                _name(error),
+                error,
+            )
+
+
+def _name(error: Exception) -> str:
+    return type(error).__name__

@@ -71,10 +71,12 @@ class PromptStates:
         return stream.length - start
 
     def read(self, reply: Reply) -> None:
-        """A part of a prompt was read: keep its whole pages, so that others share them at once."""
-        if self._kept and reply.stream is not None:
-            keys = self._kept.keys(reply.request.prompt) if reply.page_keys is None else reply.page_keys
-            reply.promised -= self._kept.keep(reply.stream, keys[: reply.read // PAGE])
+        """A part of a prompt was read: keep its whole pages, so that others share them at once. Not of a reply that
+        failed: its logits may have been the last of rows that are no numbers either."""
+        if self._kept and reply.stream is not None and reply.failure is None:
+            if reply.page_keys is None:
+                reply.page_keys = self._kept.keys(reply.request.prompt)
+            reply.promised -= self._kept.keep(reply.stream, reply.page_keys[: reply.read // PAGE])
 
     def finished(self, reply: Reply) -> None:
         """A reply is over, and its pages are promised to nobody else yet: keep the whole pages of prompt and reply."""
