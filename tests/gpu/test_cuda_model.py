@@ -135,3 +135,12 @@ def test_exl3_experts(tmp_path: Path, device: torch.device) -> None:
     for cuts in ([16, 16, 16, 16, 6], [3, 9, 16, 1, 1, 10, 14, 16]):
         assert torch.equal(rows_of(model, cuts), whole), cuts
         assert torch.equal(rows_of(replayed, cuts), whole), cuts
+
+
+def test_a_chunk_of_which_no_logits_are_wanted_is_done_when_it_returns(
+    checkpoint: Checkpoint, device: torch.device
+) -> None:
+    """Its time is what other replies get their share of."""
+    model = on(device, checkpoint)
+    model.forward([Rows(model.open_stream(), TOKENS[:70], 0)])
+    assert torch.cuda.current_stream(device).query()

@@ -63,7 +63,7 @@ class MtpDrafter:
             if len(context.tokens) > BACKLOG:
                 hidden = torch.cat(context.hidden)
                 self._mtp.absorb([Rows(context.stream, context.tokens[1:], 0)], hidden[:-1])
-                context.tokens, context.hidden = context.tokens[-1:], [hidden[-1:]]
+                context.tokens, context.hidden = context.tokens[-1:], [hidden[-1:].clone()]  # not all of a chunk
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         contexts: list[MtpContext] = [ask.context for ask in asks]

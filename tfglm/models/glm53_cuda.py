@@ -98,11 +98,13 @@ class CudaGlm53(Glm53):
         return all(isinstance(mixture.experts, PlainExperts) for mixture in mixtures)
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
-        """Logits on the host; tapped rows stay on the device and belong to the caller."""
+        """Logits on the host; tapped rows stay on the device and belong to the caller. Returns when all of it is done,
+        also where no logits are wanted: the time of a prompt's chunk is what its share of the time is counted in."""
         count, longest = rows.tokens.shape[0], _longest(rows)
         if self._use_graphs and count <= GRAPH_ROWS:
             return self._replay(rows, max(_LEAST_CONTEXT, 1 << (longest - 1).bit_length()), taps)
         passed = super()._forward(self.on_device(rows), taps)
+        torch.cuda.current_stream(self.device).synchronize()
         return replace(passed, logits=passed.logits.cpu())
 
     def on_device(self, rows: LaidOut) -> LaidOut:
