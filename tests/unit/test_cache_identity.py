@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tfglm.cache.identity import identity
+from tfglm.cache.identity import code_digest, identity
 
 FACTS = {"kv": "bf16", "threads": 2}
 
@@ -59,3 +59,16 @@ def test_another_checkpoint_is_another(change: str, checkpoint: Path) -> None:
         case "gone":
             file.unlink()
     assert identity(checkpoint, FACTS) != known
+
+
+def test_other_sources_are_another_model(tmp_path: Path) -> None:
+    for folder in ("kernels", "models", "server"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.cu").write_text("a")
+    known = code_digest(tmp_path)
+    (tmp_path / "server" / "one.cu").write_text("computes nothing that is cached")
+    (tmp_path / "models" / "one.pyc").write_text("made of a source")
+    assert code_digest(tmp_path) == known
+    (tmp_path / "kernels" / "one.cu").write_text("b")
+    assert code_digest(tmp_path) != known
+    assert code_digest() == code_digest() != code_digest(tmp_path)

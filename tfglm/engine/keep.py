@@ -10,7 +10,7 @@ import torch
 
 from tfglm import __version__
 from tfglm.cache.disk import PageStore
-from tfglm.cache.identity import identity
+from tfglm.cache.identity import code_digest, identity
 from tfglm.cache.kept import KeptStates
 from tfglm.cache.pages import PAGE
 from tfglm.cache.tier import DiskTier, Pages
@@ -62,7 +62,7 @@ def prompt_states(checkpoint: Path, model: Glm53, kept_pages: int, settings: Set
 def _facts(model: Glm53, settings: Settings) -> dict[str, object]:
     """Everything besides the checkpoint that the bits of a cached row may depend on: on a CPU also the machine and the
     number of threads, on a GPU its kind and the formats of the weights."""
-    common = {"tfglm": __version__, "torch": torch.__version__, "kv": settings.kv, "page": PAGE}
+    common = {"tfglm": __version__, "code": code_digest(), "torch": torch.__version__, "kv": settings.kv, "page": PAGE}
     if settings.device == "cuda":
         gpu = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} CUDA {torch.version.cuda}"
         return common | {"gpu": gpu, "dense": settings.dense, "head": settings.head}
