@@ -75,6 +75,8 @@ class Terminal:
     def __init__(self, url: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            # A test run that was started in the background ignores SIGINT, and its children would inherit that.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.chdir(ROOT)
             os.environ.update(TFGLM_API_KEY="k1", TERM="xterm", INPUTRC="/dev/null")
             os.execv(sys.executable, [sys.executable, "-c", COMMAND, "chat", "--url", url])
