@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +141,35 @@ def test_nothing_is_kept_where_a_row_has_other_bits_in_other_windows(
     monkeypatch.setattr(Glm53, "rows_alike", False)
     assert prompt_states(checkpoint.path, model, 4, Settings()).pages == 0
     assert "W_KEPT" in caplog.text
+
+
+@pytest.mark.parametrize("first", [{"max_tokens": 1}, {"max_tokens": 4, "draft": False}])
+def test_pages_from_a_disk_bring_the_mtp_layer_s_rows_whoever_had_them_read(
+    first: dict[str, Any], checkpoint: Checkpoint, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Also a request that drafts nothing, such as one that only warms the cache up: the next one's drafts are those of
+    a prompt that was read."""
+    prompt = tokenizer.encode(TEXT)[: 2 * PAGE + 9]
+    again = GenerationRequest("b", prompt, SamplingParams(temperature=0.0), max_tokens=12, ignore_eos=True)
+    settings = Settings(context=4 * PAGE, disk_cache=str(tmp_path), disk_keep_free_gib=0.0)
+    drafted: list[list[tuple[int, ...]]] = []
+    cached = []
+    for wanted, states_on in ((again, False), (replace(again, **first), True), (again, True)):
+        model = load_model(checkpoint, tokens=8 * PAGE)
+        drafter = load_drafter("mtp", checkpoint, model, settings)
+        assert drafter is not None
+        propose, seen = drafter.propose, []
+        drafter.propose = lambda asks, propose=propose, seen=seen: [  # type: ignore[method-assign]
+            seen.append(draft.tokens) or draft for draft in propose(asks)
+        ]
+        speculator = Speculator(drafter, Policy(Costs((1.0,) * 16)), copy=False, vocab_size=tokenizer.vocab_size)
+        drafting = Drafting(speculator)
+        states = prompt_states(checkpoint.path, model, 4, settings, drafting.planes) if states_on else None
+        engine = Engine(model, tokenizer, settings, [0], drafting, states)
+        engine.start()
+        cached.append(reply(engine, wanted).finished.usage.cached_tokens)
+        end(engine)
+        drafted.append(seen)
+    assert cached == [0, 0, 2 * PAGE]
+    assert drafted[1] == []
+    assert drafted[2] == drafted[0] != []

@@ -140,7 +140,7 @@ def _load(checkpoint: Checkpoint, plan: Plan, kind: str, settings: Settings, sta
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     drafting = _drafting(kind, checkpoint, model, tokenizer, settings)
-    states = prompt_states(path, model, plan.kept_pages, settings)
+    states = prompt_states(path, model, plan.kept_pages, settings, drafting.planes if drafting else ())
     engine = Engine(model, tokenizer, settings, eos, drafting, states)
     engine.start()
     started.append(engine)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import Stream
 from tfglm.models.taps import Passed, Taps
 
@@ -86,6 +87,12 @@ class Drafter(Protocol):
     @property
     def taps(self) -> Taps:
         """What it needs of every row of the trunk."""
+        ...
+
+    @property
+    def planes(self) -> Sequence[LayerPlanes]:
+        """What it caches in the trunk's own pages. Whoever begins with kept pages finds these rows in them too, so a
+        drafter with any reads every stream, whether it is to draft for it or not."""
         ...
 
     def open(self, stream: Stream) -> Any:

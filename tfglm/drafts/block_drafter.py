@@ -25,6 +25,7 @@ class BlockDrafter(ABC):
         self.name = model.config.kind
         self.most = model.config.drafts
         self.taps = Taps(layers=model.config.layers)
+        self.planes = ()
         self._model = model
         self._head = head
         self._ops = ops

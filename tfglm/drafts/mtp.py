@@ -43,6 +43,7 @@ class MtpDrafter:
 
     def __init__(self, mtp: Mtp) -> None:
         self._mtp = mtp
+        self.planes = mtp.cache.layers
 
     def open(self, stream: Stream) -> MtpContext:
         return MtpContext(stream, self._mtp.open_stream(stream))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import Stream
 from tfglm.drafts.base import NO_DRAFT, Ask, Draft, Drafter, Draw, Kept
 from tfglm.drafts.copy import CopyCorpus, CopyIndex, trusted
@@ -84,9 +85,14 @@ class Speculator:
         """What to hand out of every forward."""
         return self._drafter.taps if self._on and self._drafter else Taps()
 
-    def open(self, stream: Stream, *, sampled: bool) -> Lane | None:
-        """The lane of a new stream; None when drafting is off."""
-        return self._guard("opening a stream", lambda: self._open(stream, sampled), None)
+    @property
+    def planes(self) -> Sequence[LayerPlanes]:
+        """What the model caches in the trunk's pages."""
+        return self._drafter.planes if self._drafter else ()
+
+    def open(self, stream: Stream, *, sampled: bool, copies: bool = True) -> Lane | None:
+        """The lane of a new stream; None when drafting is off. copies False: nothing is to be copied in it."""
+        return self._guard("opening a stream", lambda: self._open(stream, sampled, copies), None)
 
     def skip(self, lane: Lane, tokens: Sequence[int]) -> None:
         """A part of a stream's prompt did not go through the model, because its rows were kept."""
@@ -127,9 +133,9 @@ class Speculator:
             )
             return otherwise
 
-    def _open(self, stream: Stream, sampled: bool) -> Lane:
+    def _open(self, stream: Stream, sampled: bool, copies: bool) -> Lane:
         context = self._drafter.open(stream) if self._drafter else None
-        return Lane(CopyIndex(self._corpus) if self._copy else None, context, self._policy.record(sampled))
+        return Lane(CopyIndex(self._corpus) if self._copy and copies else None, context, self._policy.record(sampled))
 
     def _close(self, lane: Lane) -> None:
         if lane.index:

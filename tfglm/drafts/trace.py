@@ -49,6 +49,7 @@ class TracingDrafter:
         self.name = inner.name if inner else "none"
         self.most = inner.most if inner else 0
         self.taps = inner.taps if inner else Taps()
+        self.planes = inner.planes if inner else ()
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:
@@ -155,7 +156,7 @@ class Replayed:
 class _FileDrafter:
     """Proposes what a trace says. A context is the reply and how much of it has been read."""
 
-    most, taps = 0, Taps()
+    most, taps, planes = 0, Taps(), ()
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from tfglm.cache.latent import LayerPlanes
 from tfglm.drafts.speculator import Lane, Outcome, Speculator, Turn
 from tfglm.engine.api import DraftCount
 from tfglm.engine.reply import Reply
@@ -35,6 +36,11 @@ class Drafting:
         return self._speculator.taps if self._speculator else Taps()
 
     @property
+    def planes(self) -> Sequence[LayerPlanes]:
+        """What is cached for drafts in the pages of the model's cache."""
+        return self._speculator.planes if self._speculator else ()
+
+    @property
     def counts(self) -> tuple[DraftCount, ...]:
         """Drafts verified and kept since the start, by source and slot."""
         slots = self._speculator.slots.copy() if self._speculator else {}
@@ -43,11 +49,14 @@ class Drafting:
         )
 
     def start(self, reply: Reply) -> None:
-        """A reply left the queue; what its stream does not hold yet of its prompt will be read."""
-        if self._speculator and reply.request.draft and reply.request.max_tokens > 2:
+        """A reply left the queue; what its stream does not hold yet of its prompt will be read. So it is for a reply
+        without drafts if others may begin with its pages and draft from them."""
+        drafts = reply.request.draft and reply.request.max_tokens > 2
+        if self._speculator and (drafts or self.planes):
             sampling = reply.request.sampling
             assert reply.stream is not None
-            lane = self._speculator.open(reply.stream, sampled=sampling.temperature > 0 and sampling.top_k != 1)
+            sampled = sampling.temperature > 0 and sampling.top_k != 1
+            lane = self._speculator.open(reply.stream, sampled=sampled, copies=drafts)
             if lane is not None:
                 self._lanes[reply] = lane
                 self.skip(reply, reply.request.prompt[: reply.read])
@@ -67,7 +76,7 @@ class Drafting:
         """Guesses at the tokens that follow each reply's pending one: at most as many as it has room for, less the one
         that every round gives anyway."""
         drafts: dict[Reply, Sequence[int]] = {}
-        drafting = [reply for reply in replies if reply in self._lanes]
+        drafting = [reply for reply in replies if reply in self._lanes and reply.request.draft]
         if self._speculator and drafting:
             turns = [
                 Turn(

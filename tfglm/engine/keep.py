@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from tfglm import __version__
 from tfglm.cache.disk import PageStore
 from tfglm.cache.identity import code_digest, identity
 from tfglm.cache.kept import KeptStates
+from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import PAGE
 from tfglm.cache.tier import DiskTier, Pages
 from tfglm.engine.states import PromptStates
@@ -25,9 +27,12 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 
 
-def prompt_states(checkpoint: Path, model: Glm53, kept_pages: int, settings: Settings) -> PromptStates:
+def prompt_states(
+    checkpoint: Path, model: Glm53, kept_pages: int, settings: Settings, beside: Sequence[LayerPlanes] = ()
+) -> PromptStates:
     """States in up to `kept_pages` pages of the model's cache and, if settings.disk_cache names one, in a folder. What
-    memory keeps is written there; without pages in memory there is nothing to write.
+    memory keeps is written there; without pages in memory there is nothing to write. beside: planes of a drafter on the
+    same pages, which are written with the model's.
 
     Raises ConfigError for a folder that cannot be used.
     """
@@ -47,7 +52,8 @@ def prompt_states(checkpoint: Path, model: Glm53, kept_pages: int, settings: Set
         return PromptStates()
     if not settings.disk_cache:
         return PromptStates(KeptStates(model.cache.pool, kept_pages))
-    known, pages = identity(checkpoint, _facts(model, settings)), Pages(model.cache.layers)
+    pages = Pages([*model.cache.layers, *beside])
+    known = identity(checkpoint, _facts(model, settings) | {"bytes": pages.nbytes})
     store = PageStore(
         Path(settings.disk_cache) / "rank0of1",
         known,
