@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tfglm.cache.disk import AHEAD, PageStore
 from tfglm.cache.kept import KeptStates
 from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import PAGE
-from tfglm.cache.tier import DiskTier, Fetch, Pages, Readers
+from tfglm.cache.tier import DiskTier, Fetch, PageLateError, Pages, Readers
 from tfglm.engine.engine import Engine
 from tfglm.engine.states import PromptStates
 from tfglm.settings import Settings
@@ -238,6 +238,34 @@ def test_a_page_that_memory_has_no_room_for_is_computed(tmp_path: Path, monkeypa
     assert outcome(again) == outcome(first)
 
 
+def soon(fetch: Fetch) -> bytearray | None:
+    while True:
+        with suppress(PageLateError):
+            return fetch.next()
+
+
+def test_a_slow_disk_holds_up_no_other_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one prompt waits for its page, another's is read and its whole reply written."""
+    text = prompt(3 * PAGE + 1)
+    with served(tmp_path) as before:
+        first = before.reply(text)
+    read, other_ended = PageStore.read, threading.Event()
+    monkeypatch.setattr("tfglm.cache.tier.READ_LIMIT_S", LIMIT)
+
+    def slow(self: PageStore, key: bytes) -> bytearray | None:
+        assert other_ended.wait(LIMIT)
+        return read(self, key)
+
+    monkeypatch.setattr(PageStore, "read", slow)
+    with served(tmp_path, parallel=2) as after:
+        again = ask(after.engine, request("a", text, 6, seed=4, logprobs=1))
+        other = ask(after.engine, request("b", prompt(40, seed=9), 20, seed=1, ignore_eos=True))
+        assert other.finished and not again.ended.is_set()
+        other_ended.set()
+        assert cached(again) == 3 * PAGE
+    assert outcome(again) == outcome(first)
+
+
 def test_pages_that_wait_to_be_taken_are_bounded_for_all_fetches_together(tmp_path: Path) -> None:
     """And a fetch that comes when the others hold them all still gives its own."""
     keys = [bytes([n]) * 32 for n in range(3 * AHEAD)]
@@ -247,9 +275,9 @@ def test_pages_that_wait_to_be_taken_are_bounded_for_all_fetches_together(tmp_pa
         readers = Readers()
         first, second = Fetch(store, keys, readers), Fetch(store, keys, readers)
         assert readers.ahead == AHEAD
-        assert [second.next() for _ in range(5)] == [bytes([n] * 4) for n in range(5)]
+        assert [soon(second) for _ in range(5)] == [bytes([n] * 4) for n in range(5)]
         assert readers.ahead <= AHEAD + 1
         first.close()
-        assert list(iter(second.next, None)) == [bytes([n] * 4) for n in range(5, len(keys))]
+        assert list(iter(lambda: soon(second), None)) == [bytes([n] * 4) for n in range(5, len(keys))]
         assert readers.ahead == 0 and second.next() is None
         readers.pool.shutdown()

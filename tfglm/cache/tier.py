@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ from tfglm.cache.latent import LayerPlanes
 
 log = logging.getLogger(__name__)
 
+TURN_S = 0.02
+"""How long a turn of the engine waits for a page; replies that are being written go on in between."""
 READ_LIMIT_S = 5.0
 """A page that a disk does not deliver in this time is computed instead."""
 CLOSE_LIMIT_S = 30.0
@@ -57,6 +60,10 @@ class Readers:
         self.ahead = 0
 
 
+class PageLateError(Exception):
+    """A page has not come yet."""
+
+
 class Fetch:
     """Pages on their way from the disk, in order. `next` gives each; None means that the rest is to be computed.
 
@@ -67,6 +74,7 @@ class Fetch:
         self._store, self._readers = store, readers
         self._keys = deque(keys)
         self._coming: deque[Future[bytearray | None]] = deque()
+        self._waiting_since: float | None = None
         self._read_ahead()
 
     @property
@@ -74,22 +82,29 @@ class Fetch:
         return len(self._keys) + len(self._coming)
 
     def next(self) -> bytearray | None:
+        """Raises PageLateError while a page is to be asked for again."""
         if not self._coming and self._keys:
             self._send()
         if not self._coming:
             return None
-        self._readers.ahead -= 1
         try:
-            page = self._coming.popleft().result(READ_LIMIT_S)
+            page = self._coming[0].result(TURN_S)
         except FutureTimeoutError:
+            now = time.monotonic()
+            self._waiting_since = self._waiting_since or now
+            if now - self._waiting_since < READ_LIMIT_S:
+                raise PageLateError from None
             log.warning("W_DISK_CACHE: a page was not read within %.0f s; it is computed instead", READ_LIMIT_S)
             page = None
         except Exception as error:  # no memory for it, for one: no reason to end the reply
             log.warning("W_DISK_CACHE: a page could not be read (%s: %s); it is computed instead", _name(error), error)
             page = None
+        self._waiting_since = None
         if page is None:
             self.close()
         else:
+            self._coming.popleft()
+            self._readers.ahead -= 1
             self._read_ahead()
         return page
 

@@ -26,8 +26,11 @@ LOGPROB_ROWS = 64
 
 
 def resume(reply: Reply, states: PromptStates, drafting: Drafting) -> bool:
-    """Take the next part of a reply's prompt from the disk, if it has one; False if it is to be read."""
+    """Take the next part of a reply's prompt from the disk, if it has one; False if it is to be read. A disk that
+    takes its time leaves the turn to others."""
     count = states.restore(reply)
+    if count is None:
+        return True
     if count:
         start = reply.read
         reply.restored(count)

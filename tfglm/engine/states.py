@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfglm.cache.kept import KeptStates
 from tfglm.cache.pages import PAGE, Stream
-from tfglm.cache.tier import DiskTier, Fetch
+from tfglm.cache.tier import DiskTier, Fetch, PageLateError
 from tfglm.engine.reply import Reply
 
 RESTORE_BYTES = 64 << 20
@@ -55,14 +55,20 @@ class PromptStates:
             if fetch is not None:
                 self._fetches[reply] = fetch
 
-    def restore(self, reply: Reply) -> int:
+    def restore(self, reply: Reply) -> int | None:
         """Put the next pages from the disk into a reply's stream, as many as a turn may take; how many tokens these
-        are. 0: the prompt is to be read from here on."""
+        are. 0: the prompt is to be read from here on. None: the disk takes its time."""
         fetch, stream = self._fetches.get(reply), reply.stream
         if fetch is None or self._disk is None or stream is None:
             return 0
         start, most = stream.length, max(1, RESTORE_BYTES // self._disk.pages.nbytes)
-        while stream.length - start < most * PAGE and (page := fetch.next()) is not None:
+        while stream.length - start < most * PAGE:
+            try:
+                page = fetch.next()
+            except PageLateError:
+                return stream.length - start or None
+            if page is None:
+                break
             stream.pages += stream.pool.take(1)
             self._disk.pages.write(stream.pages[-1], page)
             stream.length += PAGE
