@@ -263,6 +263,7 @@ def test_a_slow_disk_holds_up_no_other_reply(tmp_path: Path, monkeypatch: pytest
         assert other.finished and not again.ended.is_set()
         other_ended.set()
         assert cached(again) == 3 * PAGE
+        assert after.engine.snapshot().chunks == 2, "of one forward each"
     assert outcome(again) == outcome(first)
 
 

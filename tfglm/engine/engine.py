@@ -219,8 +219,8 @@ class Engine:
                 if not resume(plan.prompt, self._states, self._drafting):
                     rows = self._settings.prefill_rows
                     self._iteration_tokens += read_chunk(self._model, plan.prompt, rows, self._drafting)
+                    self._chunks += 1
                 self._states.read(plan.prompt)
-                self._chunks += 1
             else:
                 self._iteration_tokens += decode(self._model, replies, self._drafting)
                 self._rounds += 1
