@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from processes import HERE, ROOT, ServerProcess
+
+from tfglm.cli.chat import Printer
 
 COMMAND = "import sys; from tfglm.cli.main import main; sys.exit(main(sys.argv[1:]))"
 ANSWER = "one two three four five"
@@ -59,7 +62,8 @@ def test_quit_ends(url):
 def test_clear_messages():
     done = chat("--url", "http://127.0.0.1:9", text="hi\n")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "no server answers at http://127.0.0.1:9" in done.stderr and "tfglm serve" in done.stderr
+    assert "no server answers at http://127.0.0.1:9 (connection refused)" in done.stderr
+    assert "tfglm serve" in done.stderr
 
 
 def test_refusals_are_told(url):
@@ -67,6 +71,46 @@ def test_refusals_are_told(url):
     assert done.returncode == 1 and "401" in done.stderr and "API key" in done.stderr
     done = chat("--url", url, "--model", "other", text="hi\n")
     assert done.returncode == 1 and "the model 'other' does not exist" in done.stderr
+
+
+def test_a_reply_can_be_bounded(url):
+    """The request carries the bound: the server refuses one that no request may have."""
+    assert chat("--url", url, "--max-tokens", "7", text="hi\n").stdout == f"{ANSWER}\n"
+    done = chat("--url", url, "--max-tokens", "-1", text="hi\n")
+    assert done.returncode == 1 and "max_tokens" in done.stderr
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_reply_cannot_steer_the_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    printer = Printer()
+    printer.thinking("\x1b[31mred")
+    printer.content("a\x1b]0;title\x07\n\tb\x9b2J\x7f")
+    assert screen.getvalue() == "\x1b[2m␛[31mred\n\x1b[0ma␛]0;title␇\n\tb\ufffd2J\ufffd"
+    assert printer.answer == "a\x1b]0;title\x07\n\tb\x9b2J\x7f"  # what the model said is what it is told
+
+
+def test_a_server_that_dies_during_a_reply_is_told_from_one_that_is_not_there(held):
+    url = held.wait_for("ready (http://.*)")
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "chat", "--url", url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TFGLM_API_KEY": "k1"},
+    ) as process:
+        process.stdin.write("hi\n")
+        process.stdin.flush()
+        assert process.stdout.read(4) == "one "
+        held.send(signal.SIGKILL)
+        assert f"the server at {url} broke off in the middle of a reply" in process.communicate(timeout=60)[1]
+        assert process.returncode == 1
 
 
 class Terminal:

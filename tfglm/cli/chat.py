@@ -23,6 +23,10 @@ THINKING: dict[str, dict[str, Any]] = {
     "low": {"reasoning_effort": "low"},
     "high": {"reasoning_effort": "high"},
 }
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
+    range(0x7F, 0xA0), 0xFFFD
+)
+"""What a reply must not do to a terminal: control characters become pictures of themselves."""
 CONNECT_SECONDS = 5
 SILENCE_SECONDS = 900
 """The server sends a comment every few seconds; this is for those who turned that off."""
@@ -44,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--url", default=url, help=f"where the server listens (default: {url})")
     parser.add_argument("--model", help="model to ask for (default: the one that is served)")
     parser.add_argument("--system", metavar="TEXT", help="system message in front of the conversation")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest reply, thinking included")
     parser.add_argument("--no-think", action="store_true", help="start with thinking off")
     parser.add_argument("--api-key", help=f"key to send (default: {env_name('api_key')})")
     parser.set_defaults(run=run)
@@ -54,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     key = args.api_key or os.environ.get(env_name("api_key"), "").split(",")[0].strip()
     client = Client(args.url.rstrip("/").removesuffix("/v1"), key)
     model = args.model or asyncio.run(client.served_model())
-    conversation = Conversation(client, model, args.system, "off" if args.no_think else None)
+    limits = {"max_tokens": args.max_tokens} if args.max_tokens is not None else {}
+    conversation = Conversation(client, model, args.system, "off" if args.no_think else None, limits)
     interactive = sys.stdin.isatty()
     if interactive:
         import readline  # noqa: F401  (line editing and history of input())
@@ -82,8 +88,10 @@ def run(args: argparse.Namespace) -> int:
 class Conversation:
     """The messages so far and how the next one is answered."""
 
-    def __init__(self, client: Client, model: str, system: str | None, thinking: str | None) -> None:
-        self._client, self._model, self._thinking = client, model, thinking
+    def __init__(
+        self, client: Client, model: str, system: str | None, thinking: str | None, limits: dict[str, int]
+    ) -> None:
+        self._client, self._model, self._thinking, self._limits = client, model, thinking, limits
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, str]] = list(self._opening)
 
@@ -101,7 +109,8 @@ class Conversation:
 
     def _ask(self, text: str) -> None:
         messages = [*self._messages, {"role": "user", "content": text}]
-        body = {"model": self._model, "messages": messages, **THINKING.get(self._thinking or "", {})}
+        thinking = THINKING.get(self._thinking or "", {})
+        body = {"model": self._model, "messages": messages, **self._limits, **thinking}
         printer = Printer()
         try:
             asyncio.run(self._client.reply(body, printer))
@@ -122,14 +131,14 @@ class Printer:
     def thinking(self, text: str) -> None:
         if self._colour:
             self._dim(True)
-            self._write(text)
+            self._write(text.translate(CONTROLS))
 
     def content(self, text: str) -> None:
         if self._dimmed:
             self._write("\n")
         self._dim(False)
         self.answer += text
-        self._write(text)
+        self._write(text.translate(CONTROLS) if self._colour else text)
 
     def close(self, note: str) -> None:
         self._dim(False)
@@ -201,11 +210,21 @@ class Client:
                     return
                 async for data in response.content.iter_any():
                     yield data
+        except aiohttp.ClientPayloadError:
+            raise ChatError(f"the server at {self.url} broke off in the middle of a reply") from None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ChatError(
-                f"no server answers at {self.url} ({str(error) or type(error).__name__}); "
+                f"no server answers at {self.url} ({reason(error)}); "
                 "start one with 'tfglm serve PATH', or say where it is with --url"
             ) from None
+
+
+def reason(error: Exception) -> str:
+    """Why no connection came about, in the system's words where it has some."""
+    number = getattr(error, "errno", None)
+    if isinstance(number, int) and number > 0:
+        return os.strerror(number).lower()
+    return str(error) or type(error).__name__
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tfglm.cli.chat import reason
 from tfglm.errors import TfglmError
 from tfglm.settings import env_name
 
@@ -112,7 +113,7 @@ async def _check(url: str, model: str | None, key: str, tokens: int, repeat: int
             name = model or await _served(session, url)
             right = [await _round(_Client(session, url, name, tokens)) for _ in range(repeat)]
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise CheckError(f"{url} does not answer: {type(error).__name__}: {error}") from None
+        raise CheckError(f"{url} does not answer: {reason(error)}") from None
     return 0 if all(right) else 1
 
 
