@@ -207,6 +207,18 @@ def test_a_full_folder_is_refused_and_forced(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / "file", force=True)
 
 
+def test_only_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="no checkpoint to replace"):
+        write_checkpoint(tmp_path / "home", force=True, **SMALL)
+    assert [file.name for file in (tmp_path / "home").iterdir()] == ["notes.txt"]
+    # What a killed run leaves does not stop the next one.
+    (tmp_path / "killed" / ".synth-x").mkdir(parents=True)
+    write_checkpoint(tmp_path / "killed", force=True, **SMALL)
+    Checkpoint.open(tmp_path / "killed").close()
+
+
 def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "x"
     write_checkpoint(folder, **SMALL)

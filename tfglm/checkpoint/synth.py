@@ -125,6 +125,8 @@ def _check_target(target: Path, total: int, force: bool) -> None:
         raise CheckpointError(
             f"{target} is not empty; choose another folder, or replace the checkpoint in it with --force"
         )
+    if target.exists() and not _only_checkpoint(target):
+        raise CheckpointError(f"{target} holds files but no checkpoint to replace; choose another folder")
     try:
         target.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target).free
@@ -132,6 +134,13 @@ def _check_target(target: Path, total: int, force: bool) -> None:
         raise CheckpointError(f"{target} cannot be made: {exc.strerror}") from None
     if free < total:
         raise CheckpointError(f"{target} needs {total / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free there")
+
+
+def _only_checkpoint(folder: Path) -> bool:
+    """Whether the folder is empty or holds a checkpoint, whole or left by a run that was stopped."""
+    names = {path.name for path in folder.iterdir()}
+    shards = any(folder.glob("model*.safetensors"))
+    return bool(names & {CONFIG_FILE, INDEX_FILE}) or shards or all(name.startswith(".synth-") for name in names)
 
 
 def _write_small_files(folder: Path, raw: Mapping[str, Any]) -> None:

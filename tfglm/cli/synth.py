@@ -41,7 +41,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FIELD=VALUE",
         help="replace a field of config.json; VALUE is JSON or plain text",
     )
-    parser.add_argument("--shard-mib", type=int, metavar="N", help="largest shard (default: a third, at most 5120)")
+    parser.add_argument(
+        "--shard-mib",
+        type=int,
+        metavar="N",
+        help="largest shard in MiB (default: a third of the checkpoint, at most 5120)",
+    )
     parser.add_argument("--force", action="store_true", help="replace the checkpoint that is in OUT")
     parser.set_defaults(run=run)
 
