@@ -38,10 +38,12 @@ $(BIN)/pip:
 	"$(PYTHON)" -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/pip
+	@echo "installing what tfglm needs into $(VENV); PyTorch is large, this takes minutes the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/pip
+	@echo "installing what tfglm and its tests need into $(VENV); this takes minutes the first time"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 

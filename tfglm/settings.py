@@ -139,7 +139,10 @@ class Settings:
     )
     disk_cache_gib: float = _setting(64.0, "largest size in GiB of the disk cache", low=0, high=65536)
     disk_keep_free_gib: float = _setting(
-        100.0, "space in GiB that the disk cache leaves free on its disk", low=0, high=65536
+        100.0,
+        "space in GiB that the disk cache leaves free on its disk; with less free it stores nothing",
+        low=0,
+        high=65536,
     )
     guard_gib: float = _setting(
         0.25,
@@ -200,7 +203,9 @@ def flags(command: str) -> list[dataclasses.Field[Any]]:
 
 def help_text(f: dataclasses.Field[Any]) -> str:
     """One setting in a line, for --help."""
-    return f"{f.metadata['reason']} ({range_text(f)}; default {f.default!r}; {env_name(f.name)})".replace("%", "%%")
+    default = int(f.default) if isinstance(f.default, bool) else f.default
+    shown = f"default {default}; " if default != "" else ""
+    return f"{f.metadata['reason']} ({range_text(f)}; {shown}{env_name(f.name)})".replace("%", "%%")
 
 
 def flag_name(name: str) -> str:

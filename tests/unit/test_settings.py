@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tfglm.errors import ConfigError
-from tfglm.settings import Settings, env_name, table
+from tfglm.settings import Settings, env_name, help_text, table
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -53,3 +53,10 @@ def test_the_readme_table_is_this_table() -> None:
     assert table() in README.read_text(), (
         "paste the output of `python -c 'from tfglm import settings; print(settings.table())'`"
     )
+
+
+def test_help_shows_defaults_as_one_would_type_them() -> None:
+    lines = {f.name: help_text(f) for f in dataclasses.fields(Settings)}
+    assert lines["copy"].endswith("(0, 1; default 1; TFGLM_COPY)")
+    assert lines["kv"].endswith("fp32; default bf16; TFGLM_KV)")
+    assert lines["api_key"].endswith("(text; TFGLM_API_KEY)")

@@ -126,7 +126,7 @@ def _print(plan: Plan, settings: Settings) -> None:
         ("lowest free", "lowest_free"),
     )
     sums = {"weights", "total", "need", "lowest_free"}
-    table = Table("GiB", *(f"rank {rank.rank}" for rank in plan.ranks), title=f"{plan.name}, {settings.ranks} ranks")
+    table = Table("GiB", *(f"rank {rank.rank}" for rank in plan.ranks), title=f"{plan.name}, ranks: {settings.ranks}")
     for column in table.columns[1:]:
         column.justify = "right"
     for title, field in rows:

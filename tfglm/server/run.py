@@ -139,7 +139,7 @@ async def _drain(state: ServerState, served: Served) -> None:
     state.draining = True
     served.engine.drain()
     if state.live:
-        log.info("draining: %d replies get %.0f s to finish", len(state.live), state.settings.drain_s)
+        log.info("draining: replies that get %.0f s to finish: %d", state.settings.drain_s, len(state.live))
     await _until_quiet(state, state.settings.drain_s)
     for generation in list(state.live):
         generation.fail("draining", "the server is shutting down")
