@@ -130,3 +130,31 @@ def test_every_page_has_one_owner(seed: int) -> None:
         close(kept, stream)
     kept.drop(24)
     assert pool.free == pool.pages
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_pages_are_dropped_in_the_order_of_one_at_a_time(seed: int) -> None:
+    def made() -> tuple[PagePool, KeptStates]:
+        dice = random.Random(seed)
+        pool = PagePool(60)
+        kept = KeptStates(pool, 40)
+        texts = [[dice.randrange(2) for _ in range(PAGE)] * 6 for _ in range(3)]
+        for _ in range(14):
+            tokens = dice.choice(texts)[: dice.randrange(1, 6) * PAGE] + [dice.randrange(3)] * PAGE
+            keys = kept.keys(tokens)
+            found = kept.find(keys)
+            stream = Stream(pool)
+            kept.lend(stream, found)
+            stream.pages += pool.take(len(keys) - len(found))
+            stream.length = len(tokens)
+            kept.keep(stream, keys)
+            if dice.random() < 0.8:
+                kept.part(stream)
+                stream.close()
+        return pool, kept
+
+    (pool, kept), (other_pool, other) = made(), made()
+    count = 9
+    assert kept.drop(count) == sum(other.drop(1) for _ in range(count))
+    assert list(kept._blocks) == list(other._blocks) and pool._free == other_pool._free
+    assert kept.drop(0) == kept.drop(-3) == 0

@@ -11,6 +11,7 @@ one that others follow, is not dropped.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -32,6 +33,11 @@ class Block:
     users: int = 0
     followers: int = 0
     pending: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody reads it and nothing follows it."""
+        return not self.users and not self.followers
 
 
 class KeptStates:
@@ -140,23 +146,39 @@ class KeptStates:
 
     def drop(self, pages: int) -> int:
         """Give up to `pages` pages back to the pool, whether they wait to be written or not; returns how many."""
+        if pages <= 0:
+            return 0
         with self._lock:
-            return sum(self._drop_one(None, pending=True) for _ in range(pages))
+            # One walk for all of them: with half a million tokens in use, one for each would take a third of a second.
+            blocks = list(self._blocks.values())
+            places = {block.key: place for place, block in enumerate(blocks)}
+            idle = [place for place, block in enumerate(blocks) if block.idle]  # ascending, and so a heap
+            dropped = 0
+            while idle and dropped < pages:
+                block = blocks[heapq.heappop(idle)]
+                self._forget(block)
+                dropped += 1
+                if block.parent is not None and block.parent.idle:
+                    heapq.heappush(idle, places[block.parent.key])
+            return dropped
 
     def _make_room(self, spare: Block | None) -> bool:
         """Whether one page more may be kept, after dropping what has to go but `spare`, which it will follow."""
         while len(self._blocks) >= self._budget:
-            if not self._drop_one(spare, pending=False):
+            if not self._drop_one(spare):
                 return self.write_away is not None
         return True
 
-    def _drop_one(self, spare: Block | None, *, pending: bool) -> bool:
-        """Drop the least recently used page that nobody reads and nothing follows; one that is pending only if so."""
-        for key, block in self._blocks.items():
-            if not block.users and not block.followers and block is not spare and (pending or not block.pending):
-                del self._blocks[key]
-                if block.parent is not None:
-                    block.parent.followers -= 1
-                self._pool.give([block.page])
+    def _drop_one(self, spare: Block | None) -> bool:
+        """Drop the least recently used page that is idle and does not wait to be written."""
+        for block in self._blocks.values():
+            if block.idle and block is not spare and not block.pending:
+                self._forget(block)
                 return True
         return False
+
+    def _forget(self, block: Block) -> None:
+        del self._blocks[block.key]
+        if block.parent is not None:
+            block.parent.followers -= 1
+        self._pool.give([block.page])
