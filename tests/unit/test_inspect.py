@@ -1,6 +1,7 @@
 """`tfglm inspect`: every tensor counted once, widths by layer, and ranks that add up to the whole."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,8 @@ def test_tables(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     for text in ("Bytes by kind", "routed experts", "EXL3 experts", "2.750", "mcg", "Weights of each rank"):
         assert text in shown
+    [row] = [line for line in shown.splitlines() if "│ norms" in line]
+    assert re.fullmatch(r"│ norms +│ +\d+ │ +[\d,]+ │ +[\d.]+ k?B │ +16\.000 │ BF16 [\d.]+ k?B +│", row), row
     assert main(["inspect", str(folders["plain"] / "nowhere")]) == 1
     assert "is not a folder" in capsys.readouterr().err
     assert main(["inspect", str(folders["plain"]), "--ranks", "9"]) == 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Column, Table
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,6 +78,7 @@ def _tables(facts: dict[str, Any]) -> list[Table]:
     from rich.table import Table
 
     kinds = Table("kind", "tensors", "parameters", "size", "bits", "stored as", title="Bytes by kind")
+    _align_right(kinds.columns[1:-1])
     for kind in facts["kinds"]:
         stored = ", ".join(f"{name} {_size(size)}" for name, size in kind["stored"].items())
         kinds.add_row(
@@ -100,6 +102,7 @@ def _tables(facts: dict[str, Any]) -> list[Table]:
             )
         tables.append(layers)
     ranks = Table("rank", "experts", "dense", "vocabulary", "MTP", "all", title="Weights of each rank")
+    _align_right(ranks.columns[1:])
     for number, rank in enumerate(facts["ranks"]):
         parts = [rank[name] for name in ("experts", "dense", "vocabulary", "mtp")]
         ranks.add_row(str(number), *(_size(part) for part in (*parts, sum(parts))))
@@ -107,9 +110,14 @@ def _tables(facts: dict[str, Any]) -> list[Table]:
     return tables
 
 
+def _align_right(columns: Sequence[Column]) -> None:
+    for column in columns:
+        column.justify = "right"
+
+
 def _size(nbytes: int) -> str:
     """Decimal units, as in the files' own sizes."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+    for unit, size, digits in (("GB", 1e9, 2), ("MB", 1e6, 2), ("kB", 1e3, 1)):
         if nbytes >= size:
-            return f"{nbytes / size:,.2f} {unit}"
-    return f"{nbytes / 1e3:,.1f} kB"
+            return f"{nbytes / size:,.{digits}f} {unit}"
+    return f"{nbytes} B"

@@ -38,23 +38,25 @@ def usage_block(usage: Usage) -> dict[str, Any]:
 
 
 def timings_block(usage: Usage, timings: Timings) -> dict[str, Any]:
-    """Rates of 0 mean "too short to tell". The first token belongs to the prompt, so n tokens take n - 1 gaps."""
+    """Milliseconds and rates to the third decimal; a rate of 0 means "too short to tell". The first token belongs to
+    the prompt, so n tokens take n - 1 gaps.
+    """
     read, gaps = usage.prompt_tokens - usage.cached_tokens, max(usage.completion_tokens - 1, 0)
     return {
         "cache_n": usage.cached_tokens,
         "prompt_n": read,
-        "prompt_ms": timings.prompt_ms,
+        "prompt_ms": round(timings.prompt_ms, 3),
         "prompt_per_token_ms": _ratio(timings.prompt_ms, read),
         "prompt_per_second": _ratio(1000.0 * read, timings.prompt_ms),
         "predicted_n": usage.completion_tokens,
-        "predicted_ms": timings.predicted_ms,
+        "predicted_ms": round(timings.predicted_ms, 3),
         "predicted_per_token_ms": _ratio(timings.predicted_ms, gaps),
         "predicted_per_second": _ratio(1000.0 * gaps, timings.predicted_ms),
         "draft_n": usage.drafted_tokens,
         "draft_n_accepted": usage.accepted_tokens,
         "drafts": {count.source: {"drafted": count.drafted, "accepted": count.accepted} for count in usage.drafts},
-        "queue_ms": timings.queue_ms,
-        "ttft_ms": timings.first_token_ms,
+        "queue_ms": round(timings.queue_ms, 3),
+        "ttft_ms": round(timings.first_token_ms, 3),
     }
 
 
@@ -66,4 +68,4 @@ def closing_fields(finished: Finished, digest: TokenDigest) -> dict[str, Any]:
 
 
 def _ratio(a: float, b: float) -> float:
-    return a / b if b > 0 else 0.0
+    return round(a / b, 3) if b > 0 else 0.0
