@@ -256,6 +256,13 @@ def test_the_command_prints_a_table_and_json(tiny: Path, capsys: pytest.CaptureF
     assert all(rank["need"] == rank["total"] + rank["kept"] + rank["disk"] + rank["overhead"] for rank in told["ranks"])
 
 
+def test_a_window_that_the_model_lacks_is_told(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tiny), "--context", "1000000"]) == 0
+    assert "1000000 is more than the model was made for" in capsys.readouterr().out
+    assert main(["plan", str(tiny), "--context", "1024"]) == 0
+    assert "more than the model" not in capsys.readouterr().out
+
+
 def test_the_command_refuses_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "full", "--available-gib", "90"]) == 1
     assert "E_MEMORY" in capsys.readouterr().err

@@ -235,6 +235,7 @@ def test_command_with_the_real_search(
     assert main(["quantize", source, str(target), *flags]) == 0
     shown = capsys.readouterr().err
     assert "experts of 4 bits" in shown and "6 x 4" in shown
+    assert "quantised 2 of 2 experts" in shown  # no terminal: lines, not a bar
     report = json.loads((target / "quantize-report.json").read_text())
     [layer] = report["layers"]
     assert layer["proxy_error"] < layer["nmse"] and layer["proxy_error"] < 0.0055

@@ -137,7 +137,8 @@ def _print(plan: Plan, settings: Settings) -> None:
     console.print(
         f"window {settings.parallel} x {plan.context} tokens, {plan.bytes_per_token} bytes a token"
         f"{f' on one of {settings.ranks} ranks' if settings.cp else ''}; the largest that leaves "
-        f"{plan.floor / GIB:.1f} GiB free is {plan.largest}",
+        f"{plan.floor / GIB:.1f} GiB free is {plan.largest}"
+        f"{f'; {settings.context} is more than the model was made for' if settings.context > plan.context else ''}",
         highlight=False,
         soft_wrap=True,
     )

@@ -114,7 +114,17 @@ def _quantise(checkpoint: Checkpoint, args: argparse.Namespace, recipe: Recipe, 
         TextColumn("left:"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    told = 0
+
+    def show(done: int, total: int) -> None:
+        nonlocal told
+        bar.update(task, completed=done, total=total)
+        # A log gets a line every tenth of the work, a terminal the bar.
+        if not console.is_terminal and 10 * done // total > told:
+            told = 10 * done // total
+            console.print(f"quantised {done} of {total} experts", highlight=False)
+
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("experts", total=None)
         return quantise_checkpoint(
             checkpoint,
@@ -122,7 +132,7 @@ def _quantise(checkpoint: Checkpoint, args: argparse.Namespace, recipe: Recipe, 
             recipe,
             tokens,
             device=args.device,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=show,
         )
 
 
