@@ -100,8 +100,10 @@ class Conversation:
         command, _, value = line.partition(" ")
         if command == "/reset":
             self._messages = list(self._opening)
+            note("the conversation starts anew")
         elif command == "/think" and value.strip() in THINKING:
             self._thinking = value.strip()
+            note(f"thinking: {self._thinking}")
         elif command.startswith("/"):
             print(HELP)
         elif line:
@@ -118,6 +120,12 @@ class Conversation:
             # What was said stays said; the next message can refer to it.
             printer.close("stopped")
         self._messages = [*messages, {"role": "assistant", "content": printer.answer}]
+
+
+def note(text: str) -> None:
+    """A dimmed remark; on a terminal only, since it is no part of a reply."""
+    if sys.stdout.isatty():
+        print(f"\x1b[2m({text})\x1b[0m", flush=True)
 
 
 class Printer:
@@ -140,11 +148,10 @@ class Printer:
         self.answer += text
         self._write(text.translate(CONTROLS) if self._colour else text)
 
-    def close(self, note: str) -> None:
+    def close(self, why: str) -> None:
         self._dim(False)
         self._write("\n")
-        if self._colour:
-            self._write(f"\x1b[2m({note})\x1b[0m\n")
+        note(why)
 
     def _dim(self, on: bool) -> None:
         if on != self._dimmed:
