@@ -128,5 +128,6 @@ def load_model(
 
         return glm53_cuda.load(checkpoint.config, source, tokens=tokens, kv=kv, dense=dense, head=head)
     shapes = shapes_of(checkpoint.config, {(linear.k, linear.n) for linear in checkpoint.linears.values()})
+    ops = ReferenceOps(RowMath.verified(shapes))  # before the weights: what it multiplies on trial is gone by then
     weights = load_weights(checkpoint.config, source)
-    return Glm53(checkpoint.config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(RowMath.verified(shapes)))
+    return Glm53(checkpoint.config, weights, tokens=tokens, kv=kv, ops=ops)
