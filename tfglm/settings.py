@@ -7,6 +7,7 @@ Precedence: command line, then environment, then default.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 from collections.abc import Mapping
@@ -185,6 +186,7 @@ class Settings:
         Raises ConfigError naming the setting, where its value came from, the value and the range.
         """
         env = os.environ if environ is None else environ
+        _refuse_unknown(cls, env)
         values: dict[str, Any] = dict(defaults or {})
         for f in dataclasses.fields(cls):
             flag = (flags or {}).get(f.name)
@@ -194,6 +196,16 @@ class Settings:
             elif env.get(variable, "") != "":
                 values[f.name] = _parse(f, env[variable], variable)
         return cls(**values)
+
+
+def _refuse_unknown(settings: type[Settings], env: Mapping[str, str]) -> None:
+    """A misspelt variable would otherwise do nothing without a word."""
+    known = {env_name(f.name) for f in dataclasses.fields(settings)}
+    for name in sorted(env):
+        if name.startswith(ENV_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{name} is in the environment, but there is no such setting{hint}")
 
 
 def flags(command: str) -> list[dataclasses.Field[Any]]:

@@ -173,3 +173,10 @@ def test_pages_from_a_disk_bring_the_mtp_layer_s_rows_whoever_had_them_read(
     assert cached == [0, 0, 2 * PAGE]
     assert drafted[1] == []
     assert drafted[2] == drafted[0] != []
+
+
+def test_a_disk_too_full_to_keep_anything_is_told_at_once(
+    checkpoint: Checkpoint, model: Glm53, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt_states(checkpoint.path, model, 4, Settings(disk_cache=str(tmp_path), disk_keep_free_gib=65536.0))
+    assert "--disk-keep-free-gib is 65536.0: nothing new is stored there" in caplog.text

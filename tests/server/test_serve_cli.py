@@ -107,7 +107,9 @@ entry()
 
 def test_a_signal_while_loading_is_an_orderly_end(folder: Path) -> None:
     """The thread that loads cannot be stopped in the middle of a product; the process ends all the same."""
-    with ServerProcess("-c", BUSY, "serve", folder, "--port", "0", "--threads", "1") as server:
+    flags = ("--port", "0", "--threads", "1", "--context", "9000", "--parallel", "1")
+    with ServerProcess("-c", BUSY, "serve", folder, *flags) as server:
+        server.wait_for("(W_CONTEXT: --context is 9000; the model was made for 8192)")
         server.wait_for("(loading)")
         server.send(signal.SIGTERM)
         assert server.ended() == 0

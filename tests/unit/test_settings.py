@@ -60,3 +60,8 @@ def test_help_shows_defaults_as_one_would_type_them() -> None:
     assert lines["copy"].endswith("(0, 1; default 1; TFGLM_COPY)")
     assert lines["kv"].endswith("fp32; default bf16; TFGLM_KV)")
     assert lines["api_key"].endswith("(text; TFGLM_API_KEY)")
+
+
+def test_a_misspelt_variable_is_refused_with_the_name_it_resembles() -> None:
+    with pytest.raises(ConfigError, match=r"TFGLM_PROT .* did you mean TFGLM_PORT\?"):
+        Settings.from_sources({}, {"TFGLM_PROT": "9000"})

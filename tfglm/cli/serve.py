@@ -65,6 +65,12 @@ def run(args: argparse.Namespace) -> int:
             bits = {name: linear.bits for name, linear in checkpoint.linears.items()}
             inventory = Inventory(checkpoint.path.resolve().name, checkpoint.config, bits)
             plan = make_plan(inventory, settings, [memory_budget(device)])
+            if settings.context > plan.context:
+                log.warning(
+                    "W_CONTEXT: --context is %d; the model was made for %d, which is the window now",
+                    settings.context,
+                    plan.context,
+                )
             require(plan, inventory, settings, GPU_CHANGES if device == "cuda" else CPU_CHANGES)
             guard = Guard(round(settings.guard_gib * GIB), plan.floor, _stop_in_order)
             guard.start()

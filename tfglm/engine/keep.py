@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def prompt_states(
         limit=round(settings.disk_cache_gib * GIB),
         keep_free=round(settings.disk_keep_free_gib * GIB),
     )
+    free = shutil.disk_usage(settings.disk_cache).free / GIB
+    if free < settings.disk_keep_free_gib:
+        log.warning(
+            "W_DISK_CACHE: %s has %.1f GiB free and --disk-keep-free-gib is %.1f: nothing new is stored there",
+            settings.disk_cache,
+            free,
+            settings.disk_keep_free_gib,
+        )
     kept = KeptStates(model.cache.pool, kept_pages, known)
     return PromptStates(kept, DiskTier(kept, pages, store))
 

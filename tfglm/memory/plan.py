@@ -163,10 +163,15 @@ def savings(inventory: Inventory, settings: Settings, plan: Plan, changes: Seque
         if other.cp and other.ranks == 1:
             continue
         saves = plan.tightest.need - make_plan(inventory, other, available).ranks[plan.tightest.rank].need
-        if saves > 0:
-            words = (f"{flag_name(name)} {int(v) if isinstance(v, bool) else v}" for name, v in change.items())
+        if saves >= 0.005 * GIB:  # less would read as 0.00 GiB
+            words = (f"{flag_name(name)} {_plain(value)}" for name, value in change.items())
             found.append((" ".join(words), saves))
     return sorted(found, key=lambda item: -item[1])
+
+
+def _plain(value: object) -> object:
+    """As one would type it: 1 for True, 0 for 0.0."""
+    return int(value) if isinstance(value, bool | float) and value == int(value) else value
 
 
 def _check(settings: Settings) -> None:
