@@ -34,6 +34,11 @@ PACE_S = 0.005
 """Between two tokens of the paced engine that stands in for the model when the server's own cost is measured."""
 
 
+def prompt_of(number: int, tokens: int = PROMPT_TOKENS) -> list[int]:
+    """Token ids that begin unlike those of every other number, so that no kept prompt state can help."""
+    return [5 + (number * 131 + i * 7) % 1000 for i in range(tokens)]
+
+
 def peak_rss() -> int:
     """Bytes of the largest resident set this process has had."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -88,9 +93,8 @@ def phase_engine(path: Path, _: str) -> dict[str, Any]:
             pass
         return event
 
-    run(0, list(range(50)), 4)
-    prompt = [5 + i * 7 % 1000 for i in range(PROMPT_TOKENS)]
-    timings = run(1, prompt, REPLY_TOKENS).timings
+    run(0, prompt_of(0), 4)
+    timings = run(1, prompt_of(1), REPLY_TOKENS).timings
     engine.stop()
     return {
         "ttft_ms": timings.first_token_ms,
@@ -160,7 +164,7 @@ def phase_transformers(path: Path, dtype: str) -> dict[str, Any]:
     import torch
 
     model = _load_transformers(path, dtype)[0]
-    prompt = torch.tensor([[5 + i * 7 % 1000 for i in range(PROMPT_TOKENS)]])
+    prompt = torch.tensor([prompt_of(1)])
 
     def generate(ids: torch.Tensor, tokens: int) -> float:
         start = time.perf_counter()
@@ -169,7 +173,7 @@ def phase_transformers(path: Path, dtype: str) -> dict[str, Any]:
         return time.perf_counter() - start
 
     with torch.inference_mode():
-        generate(prompt[:, :50], 4)
+        generate(torch.tensor([prompt_of(0)]), 4)
         first = generate(prompt, 1)
         whole = generate(prompt, REPLY_TOKENS)
         short = prompt[:, :20]
@@ -233,13 +237,13 @@ def measure_overhead(server: ServerProcess) -> dict[str, float]:
     return {"median_ms": statistics.median(late), "p99_ms": sorted(late)[int(len(late) * 0.99)], "tokens": len(late)}
 
 
-def measure_served(server: ServerProcess) -> dict[str, float]:
-    prompt = [5 + i * 7 % 1000 for i in range(PROMPT_TOKENS)]
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": REPLY_TOKENS, "temperature": 0, "ignore_eos": True}
-    stream(server, body | {"prompt": prompt[:50], "max_tokens": 4}, "/v1/completions")
+def measure_served(server: ServerProcess, number: int) -> dict[str, float]:
+    body = {"model": "tiny", "max_tokens": REPLY_TOKENS, "temperature": 0, "ignore_eos": True}
+    stream(server, body | {"prompt": prompt_of(2 * number), "max_tokens": 4}, "/v1/completions")
+    body["prompt"] = prompt_of(2 * number + 1)
     start = time.perf_counter_ns()
     moments = [now for now, chunk in stream(server, body, "/v1/completions") if chunk["choices"][0]["text"]]
-    one = {"model": "tiny", "prompt": prompt[:20], "max_tokens": 1, "temperature": 0}
+    one = {"model": "tiny", "prompt": prompt_of(0, 20), "max_tokens": 1, "temperature": 0}
 
     def client(count: int) -> None:
         for _ in range(count):
@@ -293,7 +297,7 @@ def whole_run(repeats: int, folder: Path) -> dict[str, Any]:
     result["load"] = {preset: load_figures(path, repeats, interpreter) for preset, path in paths.items()}
     result["engine_alone"] = medians([child("engine", tiny) for _ in range(repeats)])
     server = ServerProcess("-m", "tfglm.cli.main", "serve", str(tiny), "--port", "0", "--log-level", "error")
-    result["served"] = medians([measure_served(server) for _ in range(repeats)])
+    result["served"] = medians([measure_served(server, number) for number in range(repeats)])
     server.close()
     paced = ServerProcess(__file__, "--phase", "paced-server", "--checkpoint", str(tiny))
     result["server_overhead_per_token"] = medians([measure_overhead(paced) for _ in range(repeats)])
