@@ -3,7 +3,7 @@
     python benchmarks/serve_cpu.py --out benchmarks/results/serve_cpu.json
 
 Each phase runs in a process of its own, so that peak memory belongs to it; figures are medians of `--repeats` runs.
-All of them, transformers' too, run with OMP_WAIT_POLICY=PASSIVE, as `tfglm` does by itself: without it any other busy
+All of them, transformers' too, run with GOMP_SPINCOUNT=3000, which `tfglm` sets by itself: without it any other busy
 process makes either side ten times slower.
 Needs the dev extra (transformers). Random weights: the figures say nothing about the quality of replies.
 """
@@ -346,7 +346,7 @@ PHASES: dict[str, Callable[[Path, str], dict[str, Any]]] = {
 
 
 def main() -> None:
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # for the children; this process never imports torch before them
+    os.environ["GOMP_SPINCOUNT"] = "3000"  # for the children; this process never imports torch before them
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the JSON here too")
     parser.add_argument("--repeats", type=int, default=3)

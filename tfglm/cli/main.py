@@ -29,9 +29,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # OpenMP threads that spin while they wait take the processor from whoever they wait for: on two busy cores a token
-    # took 60 ms instead of 9. Read once, when torch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # OpenMP threads that wait spin for milliseconds and take the processor from what they wait for: on two cores that
+    # other work keeps busy a token took 60 to 200 ms. Sleeping at once (OMP_WAIT_POLICY=PASSIVE) costs 20 ms a token on
+    # quiet cores; microseconds of spinning cost 7 ms there, 24 ms on busy ones. Read when torch is first imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))
