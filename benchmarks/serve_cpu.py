@@ -80,8 +80,10 @@ def phase_engine(path: Path, _: str) -> dict[str, Any]:
     from tfglm.models.glm53 import load_model
     from tfglm.settings import Settings
 
-    with Checkpoint.open(path) as checkpoint:
-        model = load_model(checkpoint, tokens=8192)
+    # In a thread that ends, as `tfglm serve` does: OpenMP workers that a living thread has left behind are too many
+    # for the processors, and libgomp then lets nobody spin.
+    with Checkpoint.open(path) as checkpoint, ThreadPoolExecutor(1) as loading:
+        model = loading.submit(load_model, checkpoint, tokens=8192).result()
     engine = Engine(model, Tokenizer.from_folder(path), Settings(), ())
     engine.start()
 
