@@ -18,10 +18,9 @@ def choose_device(device: str, kv: str, dense: str, head: str) -> str:
 
     Raises ConfigError for a GPU that is not there or too old, and for a format that the device does not have.
     """
-    problem = _gpu_problem()
-    if device == "cuda" and problem:
+    chosen = "cuda" if device == "cuda" else "cpu"
+    if chosen == "cuda" and (problem := _gpu_problem()):
         raise ConfigError(f"device is 'cuda', but {problem}; supported here: cpu")
-    chosen = "cuda" if device != "cpu" and not problem else "cpu"
     formats = [kind.value for kind in KvFormat] if chosen == "cuda" else list(DTYPES)
     if kv not in formats:
         raise ConfigError(f"kv is {kv!r}; supported on device {chosen}: {', '.join(formats)}")
