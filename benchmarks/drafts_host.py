@@ -87,7 +87,7 @@ class KnownText:
         return logits
 
     def forward_tapped(self, window: Sequence[Rows], taps: Taps) -> Passed:
-        raise NotImplementedError("no drafter here reads anything")
+        raise RuntimeError("the oracle taps nothing, so the engine has no reason to ask for taps")
 
 
 class Oracle:

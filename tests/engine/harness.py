@@ -156,3 +156,31 @@ def alone(wanted: GenerationRequest, **settings: Any) -> Receiver:
         receiver = ask(engine, wanted)
         assert receiver.finished
     return receiver
+
+
+class Arrivals:
+    """Requests that reach the engine at given numbers of forwards: the model's own windows are the clock, so that every
+    run of a test is the same. Hand `arrive` to the model as `before`."""
+
+    def __init__(self, due: Sequence[tuple[int, GenerationRequest]]) -> None:
+        self._waiting = sorted(due, key=lambda pair: pair[0])
+        self._windows = 0
+        self._engine: Engine | None = None
+        self.receivers: dict[str, Receiver] = {}
+
+    def arrive(self, _: object) -> None:
+        while self._waiting and self._waiting[0][0] <= self._windows:
+            self._submit_next()
+        self._windows += 1
+
+    def run(self, engine: Engine) -> None:
+        """Until every request has come and ended."""
+        self._engine = engine
+        while self._waiting:  # the first request, and after any pause in which nothing ran
+            self._submit_next()
+            assert engine.wait_idle(LIMIT)
+
+    def _submit_next(self) -> None:
+        assert self._engine is not None
+        _, wanted = self._waiting.pop(0)
+        self.receivers[wanted.id] = ask(self._engine, wanted)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fake_model import FakeModel
-from harness import LIMIT, TOKENIZER, Receiver, ask, request, running
+from harness import LIMIT, TOKENIZER, Arrivals, Receiver, ask, request, running
 from safetensors.torch import save_file
 
 from tfglm.cache.pages import Stream
@@ -164,29 +164,14 @@ def test_no_drafter_changes_a_reply(kind: str, copy: bool, fakes: tuple[list[Gen
 def test_drafted_streams_that_join_at_any_time_are_alone(
     parallel: int, fakes: tuple[list[GenerationRequest], Outcomes]
 ) -> None:
-    """Arrivals are timed by the model's own forwards, so that every run of this test is the same."""
     wanted, serial = fakes
     dice = random.Random(parallel)
-    waiting = sorted(((dice.randrange(15), one) for one in wanted), key=lambda pair: pair[0])
-    receivers: dict[str, Receiver] = {}
-    engines: list[Engine] = []
-
-    def submit_next() -> None:
-        _, one = waiting.pop(0)
-        receivers[one.id] = ask(engines[0], one)
-
-    def arrive(_: object) -> None:
-        while waiting and waiting[0][0] <= len(model.windows):
-            submit_next()
-
-    model = FakeModel(COLUMNS, before=arrive)
+    arrivals = Arrivals([(dice.randrange(15), one) for one in wanted])
+    model = FakeModel(COLUMNS, before=arrivals.arrive)
     drafting = speculation(Scripted(says("mixed", wanted, serial)), copy=True)
     with running(model, drafting=drafting, parallel=parallel, prefill_rows=16) as engine:
-        engines.append(engine)
-        while waiting:  # the first request, and after any pause in which nothing ran
-            submit_next()
-            assert engine.wait_idle(LIMIT)
-        assert [receivers[one.id].outcome() for one in wanted] == serial
+        arrivals.run(engine)
+        assert [arrivals.receivers[one.id].outcome() for one in wanted] == serial
     assert max(len(window) for window in model.windows) >= min(parallel, 3)
     assert any(tokens > 1 for window in model.windows for tokens, want in window if want == tokens)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_model import FakeModel
-from harness import EOS, LIMIT, TOKENIZER, Proposing, Receiver, alone, ask, in_order, request, running
+from harness import EOS, LIMIT, TOKENIZER, Arrivals, Proposing, Receiver, alone, ask, in_order, request, running
 
 from tfglm.cache.pages import PAGE
 from tfglm.engine.api import GenerationRequest
@@ -57,28 +57,13 @@ def expected(wanted: Sequence[GenerationRequest]) -> list[tuple[Any, ...]]:
 def test_requests_joining_at_any_time_get_their_lone_reply(parallel: int) -> None:
     dice = random.Random(parallel)
     wanted = [random_request(dice, n, longest=90) for n in range(24)]
-    waiting = sorted(((dice.randrange(40), one) for one in wanted), key=lambda pair: pair[0])
-    receivers: dict[str, Receiver] = {}
-    engines: list[Engine] = []
-
-    def submit_next() -> None:
-        _, one = waiting.pop(0)
-        receivers[one.id] = ask(engines[0], one)
-
-    def arrive(_: object) -> None:
-        """Called by the model before each forward, whose number is the clock."""
-        while waiting and waiting[0][0] <= len(model.windows):
-            submit_next()
-
-    model = FakeModel(COLUMNS, before=arrive)
+    arrivals = Arrivals([(dice.randrange(40), one) for one in wanted])
+    model = FakeModel(COLUMNS, before=arrivals.arrive)
     with running(model, parallel=parallel, prefill_rows=16) as engine:
-        engines.append(engine)
-        while waiting:  # the first request, and after any pause in which nothing ran
-            submit_next()
-            assert engine.wait_idle(LIMIT)
-        outcomes = [receivers[one.id].outcome() for one in wanted]
+        arrivals.run(engine)
+        outcomes = [arrivals.receivers[one.id].outcome() for one in wanted]
     assert outcomes == expected(wanted)
-    assert all(in_order(receiver.events) for receiver in receivers.values())
+    assert all(in_order(receiver.events) for receiver in arrivals.receivers.values())
     assert max(len(window) for window in model.windows) == parallel
 
 
