@@ -1,0 +1,81 @@
+"""What a forward pass asks of the ranks it is spread over, and what rank 0 tells the others to do.
+
+Every rank runs the same program on the same rows with its own share of the weights; they meet in `sum`, `concat` and
+`gather`, which give the same bits on all of them. Rank 0 alone decides what is run: it announces each piece of work, and
+the others replay it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+Fact = int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One piece of work: its kind, which names the handler that replays it, small values, and tensors on the CPU."""
+
+    kind: str
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Group(Protocol):
+    """The ranks one model is spread over, seen from one of them. Used from one thread, that of the forward pass.
+
+    Every call but `announce` is made by all ranks, in the same order. Raises RanksError, on every rank, when one of them
+    is lost or late; after that the group is of no more use.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether sum, concat and gather may be part of a captured CUDA graph."""
+        ...
+
+    def announce(self, message: Message) -> None:
+        """Rank 0: have every other rank do this too. What fails before it concerns rank 0 alone; what fails after it
+        ends all ranks."""
+        ...
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's partial [R, H] float32, added in rank order, rank 0 first: the same bits on all."""
+        ...
+
+    def concat(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Every rank's columns side by side: part [R, widths[rank]] -> [R, sum of widths]."""
+        ...
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, alike in shape and dtype: [ranks, ...]."""
+        ...
+
+
+class Alone:
+    """The group of a model on one rank."""
+
+    rank = 0
+    ranks = 1
+    capturable = True
+
+    def announce(self, message: Message) -> None:
+        """There is nobody to tell."""
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        return partial
+
+    def concat(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        return part
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return part[None]
