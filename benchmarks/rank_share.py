@@ -58,7 +58,7 @@ def random_experts(config: ModelConfig) -> Exl3Experts:
         return (torch.randn(*shape, device=DEVICE) * 0.1 + 1).half()
 
     return Exl3Experts(
-        "mcg", buffer, offsets, half_bits, scales(hidden), scales(2, count, WIDTH) * 0.02, scales(count, WIDTH),
+        "mcg", buffer, offsets, half_bits, torch.full((count,), WIDTH, dtype=torch.int32), scales(hidden), scales(2, count, WIDTH) * 0.02, scales(count, WIDTH),
         scales(count, hidden) * 0.02,
     )  # fmt: skip
 

@@ -14,8 +14,8 @@ from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.errors import CheckpointError
 from tfglm.formats.exl3 import reconstruct
 from tfglm.formats.exl3_tensors import Exl3Linear
-from tfglm.layout import Family, Layout
-from tfglm.models.exl3_loader import read_experts
+from tfglm.layout import Family, Layout, Placement
+from tfglm.models.exl3_loader import Shares, read_experts
 from tfglm.models.glm53 import Glm53, load_model
 from tfglm.models.source import CheckpointSource
 from tfglm.models.weights import load_weights
@@ -78,7 +78,7 @@ class Pack:
             self.matrices[prefix] = reconstruct(*parts, self.linears[prefix].codebook).double().numpy()
         return self.matrices[prefix]
 
-    def experts(self, share: tuple[int, int] | None = None) -> Exl3Experts:
+    def experts(self, share: Shares | None = None) -> Exl3Experts:
         return read_experts(self.read, self.linears, PREFIX, EXPERTS, share)
 
     def expected(self, x: torch.Tensor, routing: Routing) -> np.ndarray:
@@ -143,28 +143,52 @@ def test_linear_with_padding_against_float64() -> None:
     assert torch.equal(ops.linear(x, StackedWeight((weight, other))), torch.cat([found, ops.linear(x, other)], dim=1))
 
 
-def test_ranks_hold_whole_blocks_and_sum_to_the_whole() -> None:
-    pack = Pack()
-    layout = Layout(2, heads=1, routed_columns=INNER, shared_columns=128, dense_columns=128, vocabulary=64)
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shared_suh", [True, False])
+def test_ranks_hold_whole_blocks_and_sum_to_the_whole(placement: Placement, ranks: int, shared_suh: bool) -> None:
+    """Four ranks of three blocks: under BY_EXPERT each rank holds nothing of some experts, under BY_LAYER one holds
+    nothing at all."""
+    pack = Pack(shared_suh=shared_suh)
+    layout = Layout(
+        ranks, heads=1, routed_columns=INNER, shared_columns=128, dense_columns=128, vocabulary=64, placement=placement
+    )
     x, routing, ops = normal(6, HIDDEN), routing_of(6), ReferenceOps()
     total = torch.zeros(6, HIDDEN)
-    for rank in range(2):
-        start, stop = layout.share(Family.ROUTED, 3, rank)
-        assert stop - start == (128, 256)[rank]
+    for rank in range(ranks):
+        shares = [layout.share(Family.ROUTED, 3, rank, expert) for expert in range(EXPERTS)]
+        if all(start == stop for start, stop in shares):
+            with pytest.raises(ValueError, match="no columns of any of 5 experts"):
+                pack.experts(shares)
+            continue
         pack.read_elements.clear()
-        part = pack.experts((start, stop))
-        for expert in range(EXPERTS):
+        part = pack.experts(shares)
+        assert part.inner.tolist() == [stop - start for start, stop in shares]
+        assert len(set(part.inner.tolist())) == (1 if placement is Placement.BY_LAYER else 2)
+        for expert, (start, stop) in enumerate(shares):
             for place, name in enumerate(("gate_proj", "up_proj", "down_proj")):
                 whole = pack.tensors[f"{PREFIX}.{expert}.{name}.trellis"]
                 cut = (slice(None), slice(start // 16, stop // 16))
                 kept = whole[cut[::-1] if name == "down_proj" else cut]
                 assert torch.equal(part.trellis(place, expert), kept)
-                assert part.trellis(place, expert).data_ptr() % 128 == 0
-                assert pack.read_elements[f"{PREFIX}.{expert}.{name}.trellis"] == kept.numel()
-        total += ops.experts(x, routing, part)
+                assert part.trellis(place, expert).data_ptr() % 128 == 0 or not kept.numel()
+                assert pack.read_elements.get(f"{PREFIX}.{expert}.{name}.trellis", 0) == kept.numel()
+        found = ops.experts(x, routing, part)
+        alone = [
+            ops.experts(x[i : i + 1], Routing(routing.experts[i : i + 1], routing.weights[i : i + 1]), part)
+            for i in range(6)
+        ]
+        assert torch.equal(torch.cat(alone), found)
+        total += found
     assert close(total, pack.expected(x, routing))
-    with pytest.raises(ValueError, match="columns 0 to 64 of 384 are no whole blocks of 128"):
-        pack.experts((0, 64))
+
+
+def test_shares_that_are_none() -> None:
+    pack = Pack()
+    with pytest.raises(ValueError, match="expert 2: columns 0 to 64 of 384 are no whole blocks of 128"):
+        pack.experts(lambda expert: (0, 64 if expert == 2 else 128))
+    with pytest.raises(ValueError, match="4 shares of 5 experts"):
+        pack.experts([(0, 128)] * 4)
 
 
 def test_tables_of_the_buffer() -> None:

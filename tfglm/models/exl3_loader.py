@@ -6,7 +6,7 @@ and nothing else is read; gate's and up's lies in strips, read as the checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,45 +41,50 @@ def read_linear(read: Read, name: str, linear: Exl3Linear, outputs: int, inputs:
     )
 
 
+Shares = Callable[[int], tuple[int, int]] | Sequence[tuple[int, int]]
+"""(start, stop) of the inner columns that a rank holds of each expert: multiples of 128, start == stop for none."""
+
+
 def read_experts(
-    read: Read, linears: Mapping[str, Exl3Linear], prefix: str, count: int, share: tuple[int, int] | None = None
+    read: Read, linears: Mapping[str, Exl3Linear], prefix: str, count: int, share: Shares | None = None
 ) -> Exl3Experts:
     """The experts prefix.0 .. prefix.(count - 1) of one layer, each trellis read into its place in one buffer.
 
-    share: (start, stop) of the inner columns to hold, multiples of 128; None: all. Raises CheckpointError for experts
-    that are not all EXL3 in one codebook, and for a foreign marker.
+    share: the inner columns to hold, by expert; None: all. Raises CheckpointError for experts that are not all EXL3 in
+    one codebook, and for a foreign marker; ValueError for a share that is no run of whole blocks, or empty everywhere.
     """
     names = [[f"{prefix}.{expert}.{projection}" for projection in PROJECTIONS] for expert in range(count)]
     first = _first(linears, names)
-    hidden, (start, stop) = first.k, share or (0, first.n)
-    if start % BLOCK or stop % BLOCK or not 0 <= start < stop <= first.n:
-        raise ValueError(f"columns {start} to {stop} of {first.n} are no whole blocks of {BLOCK}")
-    inner = stop - start
+    hidden, shares = first.k, _shares(share, count, first.n)
+    inner = torch.tensor([stop - start for start, stop in shares], dtype=torch.int32)
+    most = int(inner.max())
     widths = torch.tensor([[round(2 * linears[name].bits) for name in row] for row in names], dtype=torch.int32)
-    buffer, offsets = buffer_for([hidden * inner * int(width) // 16 for width in widths.flatten()])
+    buffer, offsets = buffer_for((hidden * inner.long()[:, None] * widths // 16).flatten().tolist())
     experts = Exl3Experts(
         codebook=first.codebook,
         buffer=buffer,
         offsets=torch.tensor(offsets).view(count, 3).T.contiguous(),
         half_bits=widths.T.contiguous(),
+        inner=inner,
         suh=torch.empty(2, count, hidden, dtype=torch.float16),
-        svh=torch.empty(2, count, inner, dtype=torch.float16),
-        down_suh=torch.empty(count, inner, dtype=torch.float16),
+        svh=torch.zeros(2, count, most, dtype=torch.float16),
+        down_suh=torch.zeros(count, most, dtype=torch.float16),
         down_svh=torch.empty(count, hidden, dtype=torch.float16),
     )
-    kept, tiles = slice(start, stop), slice(start // TILE, stop // TILE)
-    for expert, row in enumerate(names):
+    for expert, (row, (start, stop)) in enumerate(zip(names, shares, strict=True)):
+        kept, tiles, own = slice(start, stop), slice(start // TILE, stop // TILE), stop - start
         for projection, name in enumerate(row):
             linear = linears[name]
             _check_marker(read, name, linear)
             down = projection == DOWN
             part = {"rows": tiles} if down else {"columns": tiles}
-            experts.trellis(projection, expert).copy_(read(f"{name}.trellis", **part))
+            if own:
+                experts.trellis(projection, expert).copy_(read(f"{name}.trellis", **part))
             suh, svh = _scales(read, name, linear, "u"), _scales(read, name, linear, "v")
             if down:
-                experts.down_suh[expert], experts.down_svh[expert] = suh[kept], svh
+                experts.down_suh[expert, :own], experts.down_svh[expert] = suh[kept], svh
             else:
-                experts.suh[projection, expert], experts.svh[projection, expert] = suh, svh[kept]
+                experts.suh[projection, expert], experts.svh[projection, expert, :own] = suh, svh[kept]
     return _with_shared_suh(experts)
 
 
@@ -107,6 +112,21 @@ def plain_experts(experts: Experts) -> PlainExperts:
     numbers = range(experts.offsets.shape[1])
     gate_up = [torch.cat([plain(experts.weight(p, e)) for p in (GATE, UP)]) for e in numbers]
     return PlainExperts(torch.stack(gate_up), torch.stack([plain(experts.weight(DOWN, e)) for e in numbers]))
+
+
+def _shares(share: Shares | None, count: int, columns: int) -> list[tuple[int, int]]:
+    """Each expert's share, checked."""
+    if share is None:
+        return [(0, columns)] * count
+    shares = [share(expert) for expert in range(count)] if callable(share) else list(share)
+    if len(shares) != count:
+        raise ValueError(f"{len(shares)} shares of {count} experts")
+    for expert, (start, stop) in enumerate(shares):
+        if start % BLOCK or stop % BLOCK or not 0 <= start <= stop <= columns:
+            raise ValueError(f"expert {expert}: columns {start} to {stop} of {columns} are no whole blocks of {BLOCK}")
+    if all(start == stop for start, stop in shares):
+        raise ValueError(f"no columns of any of {count} experts are asked for; a layer needs some")
+    return shares
 
 
 def _first(linears: Mapping[str, Exl3Linear], names: list[list[str]]) -> Exl3Linear:

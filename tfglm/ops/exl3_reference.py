@@ -28,14 +28,17 @@ def experts(rows: Rows, x: torch.Tensor, routing: Routing, experts: Exl3Experts)
     order = routing.experts.flatten().argsort(stable=True)  # (row, pick) pairs as row * picks + pick, by expert
     expert, row = routing.experts.flatten()[order], order // picks
     counts = expert.bincount(minlength=experts.offsets.shape[1]).tolist()
+    inner, most = experts.inner.tolist(), experts.down_suh.shape[1]
 
     def product(inputs: torch.Tensor, projection: int) -> torch.Tensor:
-        parts = [
-            rows.linear(part, experts.rotated(projection, number))
-            for number, part in enumerate(inputs.split(counts))
-            if len(part)
-        ]
-        return torch.cat(parts)
+        """Columns that an expert lacks: those of gate and up are zero, and down reads none of them."""
+        columns = x.shape[1] if projection == DOWN else most
+        products = inputs.new_zeros(len(inputs), columns)
+        for number, (part, to) in enumerate(zip(inputs.split(counts), products.split(counts), strict=True)):
+            if len(part) and inner[number]:
+                weight = experts.rotated(projection, number)
+                to[:, : len(weight)] = rows.linear(part[:, : weight.shape[1]], weight)
+        return products
 
     if experts.shared_suh:
         inputs = rotated_inputs(x, experts.suh)[row]

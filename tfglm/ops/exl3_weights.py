@@ -61,15 +61,18 @@ class Exl3Experts:
     """The routed experts of one layer (or one rank's columns of them), every matrix with a width of its own.
 
     buffer: uint8, the trellises expert by expert (gate, up, down), each at a multiple of 128 bytes. offsets int64 and
-    half_bits int32 [3, experts], on the host: where each lies in the buffer, and twice its bits.
+    half_bits int32 [3, experts], on the host: where each lies in the buffer, and twice its bits. inner int32 [experts],
+    on the host: the inner columns of each, a multiple of 128 and possibly none.
     suh float16 [hidden] if gate and up of all experts share it, else [2, experts, hidden]; svh float16 [2, experts,
-    inner]; down_suh float16 [experts, inner]; down_svh float16 [experts, hidden].
+    most inner columns]; down_suh float16 [experts, most inner columns], both zero past an expert's own columns;
+    down_svh float16 [experts, hidden].
     """
 
     codebook: str
     buffer: torch.Tensor
     offsets: torch.Tensor
     half_bits: torch.Tensor
+    inner: torch.Tensor
     suh: torch.Tensor
     svh: torch.Tensor
     down_suh: torch.Tensor
@@ -82,7 +85,7 @@ class Exl3Experts:
 
     def trellis(self, projection: int, expert: int) -> torch.Tensor:
         """int16 [k/16, n/16, 16 * bits] of one matrix: a view of the buffer."""
-        hidden, inner = self.down_svh.shape[1], self.down_suh.shape[1]
+        hidden, inner = self.down_svh.shape[1], int(self.inner[expert])
         k, n = (inner, hidden) if projection == DOWN else (hidden, inner)
         shape = (k // TILE, n // TILE, 8 * int(self.half_bits[projection, expert]))
         start = int(self.offsets[projection, expert])
@@ -90,11 +93,12 @@ class Exl3Experts:
 
     def weight(self, projection: int, expert: int) -> Exl3Weight:
         """One matrix by itself."""
+        own = int(self.inner[expert])
         if projection == DOWN:
-            suh, svh = self.down_suh[expert], self.down_svh[expert]
+            suh, svh = self.down_suh[expert, :own], self.down_svh[expert]
         else:
             suh = self.suh if self.shared_suh else self.suh[projection, expert]
-            svh = self.svh[projection, expert]
+            svh = self.svh[projection, expert, :own]
         return Exl3Weight(self.trellis(projection, expert), suh, svh, self.codebook, len(suh), len(svh))
 
     def rotated(self, projection: int, expert: int) -> torch.Tensor:
