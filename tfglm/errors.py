@@ -38,3 +38,17 @@ class PortError(TfglmError):
     """The address to listen on cannot be used."""
 
     code = "E_PORT"
+
+
+class RanksError(TfglmError):
+    """The ranks of a model cannot go on together; names the rank it is about."""
+
+    code = "E_RANKS"
+
+
+class RankMismatch(RanksError):
+    """A rank was started with other settings, code, checkpoint or kernels; names the field and both values."""
+
+
+class RankNeverCame(RanksError):
+    """A rank did not join within the limit."""

@@ -1,17 +1,20 @@
 """What a forward pass asks of the ranks it is spread over, and what rank 0 tells the others to do.
 
 Every rank runs the same program on the same rows with its own share of the weights; they meet in `sum`, `concat` and
-`gather`, which give the same bits on all of them. Rank 0 alone decides what is run: it announces each piece of work, and
-the others replay it.
+`gather`, which give the same bits on all of them. Rank 0 alone decides what is run: it announces each piece of work,
+and the others replay it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
+from tfglm.errors import RanksError
 
 Fact = int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
 
@@ -28,8 +31,8 @@ class Message:
 class Group(Protocol):
     """The ranks one model is spread over, seen from one of them. Used from one thread, that of the forward pass.
 
-    Every call but `announce` is made by all ranks, in the same order. Raises RanksError, on every rank, when one of them
-    is lost or late; after that the group is of no more use.
+    sum, concat and gather are called by all ranks, in the same order. They raise RanksError, on every rank, when one of
+    them is lost or late; after that the group is of no more use.
     """
 
     @property
@@ -60,6 +63,10 @@ class Group(Protocol):
         """Every rank's tensor, alike in shape and dtype: [ranks, ...]."""
         ...
 
+    def abort(self, reason: str) -> None:
+        """End all ranks: what they wait for, and all later calls, raise RanksError with this reason."""
+        ...
+
 
 class Alone:
     """The group of a model on one rank."""
@@ -79,3 +86,23 @@ class Alone:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         return part[None]
+
+    def abort(self, reason: str) -> None:
+        """There is nobody to end."""
+
+
+@contextmanager
+def together(group: Group, message: Message) -> Iterator[None]:
+    """Rank 0's side of a piece of work that all ranks do: announced first. What fails inside ends all ranks, because
+    the others have begun and wait for this one; it is raised as RanksError. Alone, errors are as they are."""
+    group.announce(message)
+    try:
+        yield
+    except RanksError:
+        raise
+    except BaseException as error:
+        if group.ranks == 1:
+            raise
+        reason = f"rank {group.rank} failed at {message.kind!r}: {type(error).__name__}: {error}"
+        group.abort(reason)
+        raise RanksError(reason) from error
