@@ -38,6 +38,8 @@ _CUTS = {
     "q_b_proj": (Family.HEADS, 0),
     "kv_b_proj": (Family.HEADS, 0),
     "o_proj": (Family.HEADS, 1),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_conv1d", "k_conv1d", "v_conv1d"), (Family.HEADS, 0)),
+    **dict.fromkeys(("f_b_proj", "g_b_proj", "b_proj"), (Family.HEADS, 0)),
     "embed_tokens": (Family.VOCABULARY, 0),
     "lm_head": (Family.VOCABULARY, 0),
 }

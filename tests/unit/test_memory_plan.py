@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tfglm.drafts.mtp import MtpDrafter
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.formats.groups import pack, pack_fp8, quantise
 from tfglm.formats.latent import KvFormat
+from tfglm.memory.flash import FlashInventory
 from tfglm.memory.inventory import Inventory, of_folder, published
 from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, LARGEST_DEFAULT_CONTEXT, Plan, make_plan, require
 from tfglm.memory.weights import matrix_bytes
@@ -145,6 +147,65 @@ def test_formats_take_what_their_packers_make(held_as: str, rows: int, columns: 
         groups = pack(quantise(weight, int(held_as[1:])))
         made = groups.pieces.nbytes + groups.scales.nbytes
     assert matrix_bytes(rows, columns, held_as) == made
+
+
+# ---- the published GLM-5.3-Flash on two Sparks
+
+FLASH = Settings(**PRESETS["flash"])
+
+
+def flash(**changes: Any) -> Plan:
+    settings = dataclasses.replace(FLASH, **changes)
+    return make_plan(FlashInventory(), settings, [109 * GIB] * settings.ranks)
+
+
+def test_flash_has_the_parameters_its_specification_counts() -> None:
+    """313.3 billion in the main stack and 7.43 in the MTP layer; an expert has 25.17 million."""
+    counts = {"main": 0, "mtp": 0}
+    for name, spec in FlashInventory().tensors.items():
+        counts["mtp" if name.startswith("model.layers.45.") else "main"] += math.prod(spec.shape)
+    assert counts["main"] / 1e9 == pytest.approx(313.3, abs=0.2)
+    assert counts["mtp"] / 1e9 == pytest.approx(7.43, abs=0.05)
+
+
+def test_flash_caches_and_states_are_the_published_ones() -> None:
+    """6,397 bytes a token are published, of rows 12 bytes shorter in each of 11 layers: ours end on 16 bytes."""
+    plan = flash()
+    assert plan.bytes_per_token - 11 * 12 == pytest.approx(6397, rel=0.01)
+    pool = 4098 * 512 * (plan.bytes_per_token - 11 * 12)
+    assert pool / GIB == pytest.approx(12.5, rel=0.01)
+    inventory = FlashInventory()
+    rows = 34 * 3 * 3 * 64 * 128 * 2
+    assert inventory.bytes_per_request(0, 1) - 142_606_336 == 142_606_336 + rows
+    once = (inventory.bytes_per_request(1, 2) - rows // 2) // 2 + rows // 2
+    assert once / 2**20 == pytest.approx(70.4, rel=0.01)
+
+
+def test_flash_models_share_of_a_spark_is_the_published_one() -> None:
+    """83.3 GiB "model": experts and the rest in q8, DFlash2, vision, buffers, the states of 8 streams; there embedding
+    and head are whole on both machines, here each has half."""
+    rank = flash(parallel=8).ranks[0]
+    model = rank.weights + rank.vocabulary + rank.buffers + rank.states
+    assert model / GIB == pytest.approx(83.3, rel=0.01)
+
+
+def test_flash_refuses_what_it_cannot_have() -> None:
+    for changes, message in (({"cp": True, "parallel": 1}, "GLM-5.3-Flash takes 0"), ({"kv": "fp4"}, "bf16 or fp8")):
+        with pytest.raises(ConfigError, match=message):
+            flash(**changes)
+
+
+def test_two_windows_of_a_million_tokens_fit_and_three_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "flash", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+    assert main(["plan", "--preset", "flash", "--parallel", "3"]) == 1
+    assert "E_MEMORY" in capsys.readouterr().err
+
+
+def test_copy_indexes_are_planned_where_they_are_used(full: Inventory) -> None:
+    first, second, _ = planned(full).ranks
+    assert (first.copies, second.copies) == (160 * 499712, 0)
+    assert planned(full, copy=False).ranks[0].copies == 0
 
 
 # ---- a real model

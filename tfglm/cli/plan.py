@@ -13,6 +13,7 @@ from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.settings import Settings, flag_name, flags, help_text
 
 if TYPE_CHECKING:
+    from tfglm.memory.demand import Planned
     from tfglm.memory.plan import Plan
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -34,6 +35,23 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "guard_gib": 3.0,
         "available_gib": 111.8,
     },
+    # GLM-5.3-Flash on two, as its published recipe runs it: two windows of a million tokens in one pool, and memory
+    # planned against what is free beside the reserve of 9.5, which here is overhead and floor.
+    "flash": {
+        "ranks": 2,
+        "context": 1048576,
+        "parallel": 2,
+        "kv": "fp8",
+        "dense": "q8",
+        "head": "q8",
+        "drafter": "dflash2",
+        "prefill_rows": 4096,
+        "kept_gib": 3.6,
+        "overhead_gib": 5.5,
+        "floor_gib": 4.0,
+        "guard_gib": 2.5,
+        "available_gib": 109.0,
+    },
 }
 
 
@@ -54,6 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
+    from tfglm.memory.flash import FlashInventory
     from tfglm.memory.info import read_memory
     from tfglm.memory.inventory import of_folder, published
     from tfglm.memory.plan import GIB, GPU_CHANGES, make_plan, require
@@ -62,7 +81,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("tfglm plan takes either a checkpoint folder or --preset")
     given = {f.name: getattr(args, f.name) for f in flags("plan")}
     settings = Settings.from_sources(given, defaults=PRESETS.get(args.preset, {}))
-    inventory = published(args.preset) if args.path is None else of_folder(args.path)
+    inventory: Planned
+    if args.path is not None:
+        inventory = of_folder(args.path)
+    else:
+        inventory = FlashInventory() if args.preset == "flash" else published(args.preset)
     each = round(settings.available_gib * GIB) or read_memory().budget
     plan = make_plan(inventory, settings, [each] * settings.ranks)
     refusal = ""
@@ -113,6 +136,8 @@ def _print(plan: Plan, settings: Settings) -> None:
         ("drafter", "drafter"),
         ("weights", "weights"),
         ("caches", "caches"),
+        ("states of requests", "states"),
+        ("copy indexes", "copies"),
         ("buffers", "buffers"),
         ("exchanges", "exchanges"),
         ("captured windows", "graphs"),

@@ -1,8 +1,9 @@
 """What every rank will hold, before anything is loaded: from configuration, headers and settings alone. Torch-free.
 
-A rank's peak is weights, and beside them either what loading stages or what serving needs: caches, buffers, exchanges,
-captured windows. Kept prompt states and the overhead of libraries come on top; what is then left must not be below
-the floor, since a machine whose GPU shares its memory freezes instead of failing.
+A rank's peak is weights, and beside them either what loading stages or what serving needs: caches, states, buffers,
+exchanges, captured windows, indexes that copies are drafted from. Kept prompt states and the overhead of libraries come
+on top; what is then left must not be below the floor, since a machine whose GPU shares its memory freezes instead of
+failing.
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ from dataclasses import dataclass
 
 from tfglm.cache.disk import IN_MEMORY
 from tfglm.cache.pages import PAGE
-from tfglm.cache.sizes import layer_bytes, trunk_bytes_per_token
-from tfglm.drafts.kind import block_drafter_bytes, cached_bytes_per_token, drafter_kind
 from tfglm.errors import ConfigError, MemoryShortError
-from tfglm.memory.inventory import Inventory
-from tfglm.memory.weights import layout_of, weight_bytes
+from tfglm.memory.demand import Planned, demand_of
 from tfglm.settings import Settings, flag_name
 
 GIB = 2**30
@@ -34,11 +32,14 @@ _STAGED = 3
 """Matrices beside the weights while a checkpoint is loaded, of the largest size."""
 _EXCHANGE_BYTES = 512 * 1024
 """Of one slot of a small exchange; each rank has two slots a peer and two of its own."""
+_INDEXED = 160
+"""Bytes a token of a copy index: 75 MB were measured for a text of 500,000."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Bytes of one rank. kept: of prompt states; disk: of those on their way to and from the disk; available: what the
+    """Bytes of one rank. states: what requests hold whatever their length; copies: indexes that copies are drafted
+    from, on rank 0; kept: of prompt states; disk: of those on their way to and from the disk; available: what the
     machine has."""
 
     rank: int
@@ -48,6 +49,8 @@ class RankPlan:
     drafter: int
     staging: int
     caches: int
+    states: int
+    copies: int
     buffers: int
     exchanges: int
     graphs: int
@@ -63,7 +66,8 @@ class RankPlan:
     @property
     def total(self) -> int:
         """The engine's own peak."""
-        return self.weights + max(self.staging, self.caches + self.buffers + self.exchanges + self.graphs)
+        serving = self.caches + self.states + self.copies + self.buffers + self.exchanges + self.graphs
+        return self.weights + max(self.staging, serving)
 
     @property
     def need(self) -> int:
@@ -98,7 +102,7 @@ class Plan:
         return max(0, self.floor - self.tightest.lowest_free)
 
 
-def make_plan(inventory: Inventory, settings: Settings, available: Sequence[int]) -> Plan:
+def make_plan(inventory: Planned, settings: Settings, available: Sequence[int]) -> Plan:
     """The plan of a model over settings.ranks ranks which have `available` bytes each.
 
     context 0 takes the largest window up to LARGEST_DEFAULT_CONTEXT and the model's own that fits, or a page if none
@@ -135,7 +139,7 @@ GPU_CHANGES: tuple[Change, ...] = (
 )
 
 
-def require(plan: Plan, inventory: Inventory, settings: Settings, changes: Sequence[Change]) -> None:
+def require(plan: Plan, inventory: Planned, settings: Settings, changes: Sequence[Change]) -> None:
     """Raise MemoryShortError with the shortfall, the window that would fit and what each of `changes` would save."""
     if not plan.shortfall:
         return
@@ -153,16 +157,18 @@ def require(plan: Plan, inventory: Inventory, settings: Settings, changes: Seque
     )
 
 
-def savings(inventory: Inventory, settings: Settings, plan: Plan, changes: Sequence[Change]) -> list[tuple[str, int]]:
+def savings(inventory: Planned, settings: Settings, plan: Plan, changes: Sequence[Change]) -> list[tuple[str, int]]:
     """Those of `changes` that would ease the tightest rank, and the bytes that each alone frees there; most first."""
     found = []
     asked = dataclasses.replace(settings, context=plan.context)
     available = [rank.available for rank in plan.ranks]
     for change in changes:
         other = dataclasses.replace(asked, **change)  # type: ignore[arg-type]
-        if other.cp and other.ranks == 1:
+        try:
+            eased = make_plan(inventory, other, available)
+        except ConfigError:  # not with this model or this number of ranks
             continue
-        saves = plan.tightest.need - make_plan(inventory, other, available).ranks[plan.tightest.rank].need
+        saves = plan.tightest.need - eased.ranks[plan.tightest.rank].need
         if saves >= 0.005 * GIB:  # less would read as 0.00 GiB
             words = (f"{flag_name(name)} {_plain(value)}" for name, value in change.items())
             found.append((" ".join(words), saves))
@@ -189,19 +195,13 @@ def _check(settings: Settings) -> None:
 class _Planner:
     """The figures that do not depend on the window, and those that do as functions of it."""
 
-    def __init__(self, inventory: Inventory, settings: Settings, available: Sequence[int]) -> None:
-        config = inventory.config
-        self._config, self._settings, self._available = config, settings, available
+    def __init__(self, inventory: Planned, settings: Settings, available: Sequence[int]) -> None:
+        self._demand = demand_of(inventory, settings)
+        self._settings, self._available = settings, available
         self._cut = settings.ranks if settings.cp else 1
-        kind = drafter_kind(settings, config)
-        self._mtp = kind == "mtp"
-        self._block_drafter = block_drafter_bytes(kind, settings)
-        drafted = cached_bytes_per_token(kind, config, settings.kv)
-        self.per_token = trunk_bytes_per_token(config, settings.kv) + drafted
+        self.per_token = self._demand.per_token
         self.floor = round(settings.floor_gib * GIB)
         self.kept_pages = int(settings.kept_gib * GIB) // (self.per_token * PAGE)
-        layout = layout_of(inventory, settings.ranks)
-        self._weights = weight_bytes(inventory, layout, dense=settings.dense, head=settings.head)
 
     def tokens(self, context: int) -> int:
         """Tokens a rank caches: its part of every window, in whole pages, and the kept pages."""
@@ -212,7 +212,7 @@ class _Planner:
 
     def largest(self) -> int:
         """The largest window of whole pages that leaves every rank its floor, at most the model's own."""
-        longest = self._config.max_position_embeddings
+        longest = self._demand.longest
         low, high = 0, -(-longest // PAGE)
         while low < high:
             middle = (low + high + 1) // 2
@@ -227,16 +227,18 @@ class _Planner:
         return -(-local // PAGE)
 
     def _rank(self, rank: int, context: int) -> RankPlan:
-        settings, held = self._settings, self._weights[rank]
+        settings, held = self._settings, self._demand.weights[rank]
         pages = self._window_pages(context) * settings.parallel
         return RankPlan(
             rank=rank,
             experts=held.experts,
             dense=held.dense,
             vocabulary=held.vocabulary,
-            drafter=held.mtp if self._mtp else self._block_drafter,
+            drafter=self._demand.drafter[rank],
             staging=_STAGED * held.largest,
             caches=pages * PAGE * self.per_token,
+            states=self._demand.per_request[rank] * settings.parallel,
+            copies=self._copies(context) if rank == 0 else 0,
             buffers=self._buffers(),
             exchanges=self._exchanges(context),
             graphs=round(settings.graphs_gib * GIB),
@@ -246,16 +248,19 @@ class _Planner:
             available=self._available[rank],
         )
 
+    def _copies(self, context: int) -> int:
+        settings = self._settings
+        return _INDEXED * (context * settings.parallel + settings.copy_corpus) if settings.copy else 0
+
     def _buffers(self) -> int:
         rows = -(-self._settings.prefill_rows // self._settings.ranks) * self._settings.ranks
-        windows = _WINDOW_COPIES * _WINDOW_ROWS * self._config.vocab_size * 4
-        return windows + rows * _ROW_COPIES * self._config.hidden_size * 4
+        windows = _WINDOW_COPIES * _WINDOW_ROWS * self._demand.vocab_size * 4
+        return windows + rows * _ROW_COPIES * self._demand.hidden_size * 4
 
     def _exchanges(self, context: int) -> int:
         """Slots of small exchanges; under CP also one layer's rows of the whole window, gathered for a prompt."""
         ranks = self._settings.ranks
         if ranks == 1:
             return 0
-        row = layer_bytes(self._config, self._settings.kv)
-        gathered = context * (row.latent + row.rotary) if self._cut > 1 else 0
+        gathered = context * self._demand.gathered if self._cut > 1 else 0
         return 2 * ranks * _EXCHANGE_BYTES + gathered

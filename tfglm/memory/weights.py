@@ -17,12 +17,16 @@ from dataclasses import dataclass
 
 from tfglm.checkpoint.names import TensorSpec, layer_prefix
 from tfglm.layout import Family, Layout, Placement, cut_of
+from tfglm.memory.flash import FlashInventory
 from tfglm.memory.inventory import EXPERT, Alike, Inventory
 
 DENSE_FORMATS = ("bf16", "fp8", "q8", "q6", "q4")
 _GROUP, _ROWS = 64, 16
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_DENSE = {"q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "eh_proj"}
+_DENSE = {
+    *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "eh_proj"),
+    *("q_proj", "k_proj", "v_proj"),
+}
 """Linears that are held in the dense format. The rest of an attention layer stays bfloat16: the indexer's choices are
 made of near ties, and kv_b is multiplied head by head."""
 
@@ -52,13 +56,15 @@ def layout_of(inventory: Inventory, ranks: int) -> Layout:
     )
 
 
-def weight_bytes(inventory: Inventory, layout: Layout, *, dense: str, head: str) -> list[WeightBytes]:
+def weight_bytes(inventory: Inventory | FlashInventory, layout: Layout, *, dense: str, head: str) -> list[WeightBytes]:
     """What each rank holds with linears outside the experts in the format `dense` and lm_head in `head`."""
     alike = inventory.alike(layout.ranks if layout.placement is Placement.BY_EXPERT else 1)
     return [_rank_bytes(inventory, layout, rank, alike, dense, head) for rank in range(layout.ranks)]
 
 
-def _rank_bytes(inventory: Inventory, layout: Layout, rank: int, alike: Alike, dense: str, head: str) -> WeightBytes:
+def _rank_bytes(
+    inventory: Inventory | FlashInventory, layout: Layout, rank: int, alike: Alike, dense: str, head: str
+) -> WeightBytes:
     mtp = layer_prefix(inventory.config.num_hidden_layers) + "."
     sums = dict.fromkeys(("experts", "dense", "vocabulary", "mtp"), 0)
     largest = 0
@@ -67,7 +73,7 @@ def _rank_bytes(inventory: Inventory, layout: Layout, rank: int, alike: Alike, d
         part = "mtp" if tensor.startswith(mtp) else _part(tensor)
         sums[part] += count * held
         largest = max(largest, read)
-    if inventory.shared_scales:
+    if isinstance(inventory, Inventory) and inventory.shared_scales:
         _once_a_layer(inventory, sums)
     return WeightBytes(**sums, largest=largest)
 
