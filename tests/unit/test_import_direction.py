@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2] / "tfglm"
 LEVELS = [
     {"errors", "__init__"},
     {"settings"},
-    {"formats", "layout", "checkpoint"},
+    {"formats", "layout", "checkpoint", "hosts"},
     {"ops", "cache", "kernels"},
     {"models"},
     {"drafts"},
