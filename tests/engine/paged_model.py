@@ -22,10 +22,14 @@ COLUMNS = TOKENIZER.vocab_size + 12
 
 
 class PagedModel(FakeModel):
-    """Logits follow from the tokens found in the stream's pages, whoever wrote them. Pages start as garbage."""
+    """Logits follow from the tokens found in the stream's pages, whoever wrote them. Pages start as garbage. alike: a
+    row of a reply is cached as one of a prompt is."""
 
-    def __init__(self, pages: int, before: Callable[[Sequence[Rows]], None] = lambda window: None) -> None:
+    def __init__(
+        self, pages: int, before: Callable[[Sequence[Rows]], None] = lambda window: None, *, alike: bool = True
+    ) -> None:
         super().__init__(COLUMNS, tokens=pages * PAGE, before=before)
+        self.alike = alike
         self.memory = np.full((self.pool.pages, PAGE), -7, np.int64)
 
     def forward(self, window: Sequence[Rows]) -> torch.Tensor:
@@ -38,7 +42,7 @@ class PagedModel(FakeModel):
             for position, token in enumerate(rows.tokens, stream.length):
                 page = stream.pages[position // PAGE]
                 assert page not in stream.lent, "a page of another's was written"
-                self.memory[page, position % PAGE] = token
+                self.memory[page, position % PAGE] = token if rows.prompt or self.alike else -1 - token
             stream.length += count
             held = self.memory[stream.pages].reshape(-1)[: stream.length].tolist()
             logits += [self._logits(held[: stream.length - left], COLUMNS) for left in range(rows.want - 1, -1, -1)]
@@ -49,11 +53,19 @@ class KeepingEngine:
     """An engine over a paged model that keeps up to `budget` pages. Checks the books of its pages when it ends."""
 
     def __init__(
-        self, pages: int, budget: int, *, drafting: Drafting | None = None, eos: Sequence[int] = (), **settings: Any
+        self,
+        pages: int,
+        budget: int,
+        *,
+        drafting: Drafting | None = None,
+        eos: Sequence[int] = (),
+        alike: bool = True,
+        **settings: Any,
     ) -> None:
-        self.model = PagedModel(pages)
+        self.model = PagedModel(pages, alike=alike)
         self.kept = KeptStates(self.model.pool, budget)
-        self.engine = Engine(self.model, TOKENIZER, Settings(**settings), eos, drafting, PromptStates(self.kept))
+        states = PromptStates(self.kept, replies=alike)
+        self.engine = Engine(self.model, TOKENIZER, Settings(**settings), eos, drafting, states)
 
     def __enter__(self) -> KeepingEngine:
         self.engine.start()

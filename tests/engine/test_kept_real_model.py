@@ -135,12 +135,20 @@ def test_other_settings_do_not_find_each_others_pages(checkpoint: Checkpoint, mo
     assert cached == [0, 0, PAGE]
 
 
-def test_nothing_is_kept_where_a_row_has_other_bits_in_other_windows(
-    checkpoint: Checkpoint, model: Glm53, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("alike", [True, False])
+def test_rows_of_replies_are_kept_where_they_have_the_bits_of_a_prompt_s(
+    checkpoint: Checkpoint, model: Glm53, monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    monkeypatch.setattr(Glm53, "rows_alike", False)
-    assert prompt_states(checkpoint.path, model, 4, Settings()).pages == 0
-    assert "W_KEPT" in caplog.text
+    monkeypatch.setattr(Glm53, "decodes_alike", alike)
+    tokenizer = Tokenizer.from_folder(checkpoint.path)
+    states = prompt_states(checkpoint.path, model, 4, Settings())
+    engine = Engine(model, tokenizer, Settings(context=4 * PAGE), [0], states=states)
+    engine.start()
+    prompt = tokenizer.encode(TEXT)[: 2 * PAGE - 9]
+    reply(engine, GenerationRequest("a", prompt, SamplingParams(seed=1), max_tokens=12, ignore_eos=True))
+    end(engine)
+    assert states.pages == 1 + alike
+    states.drop(4)
 
 
 @pytest.mark.parametrize("first", [{"max_tokens": 1}, {"max_tokens": 4, "draft": False}])

@@ -77,6 +77,23 @@ def test_the_next_turn_resumes_on_the_reply_too() -> None:
     assert same(next_turn, fresh(turn))
 
 
+@pytest.mark.parametrize("chunk", [16, 100, PAGE + 7])
+def test_where_decoded_rows_differ_the_next_turn_resumes_on_what_was_read(chunk: int) -> None:
+    """However the prompts are cut: a page that holds a row of a reply is read anew."""
+    first = request("a", prompt(2 * PAGE - 3), PAGE + 10, temperature=0.0, ignore_eos=True)
+    with KeepingEngine(16, 8, alike=False, prefill_rows=chunk) as keeping:
+        said = ask(keeping.engine, first)
+        assert said.finished
+        turn = request("b", [*first.prompt, *said.ids, *prompt(20, seed=1)], 5, seed=1)
+        later = request("c", [*turn.prompt, *prompt(9, seed=2)], 5, seed=2)
+        turns = []
+        for wanted, cached in ((turn, PAGE), (later, 3 * PAGE)):
+            turns.append(ask(keeping.engine, wanted))
+            assert turns[-1].finished.usage.cached_tokens == cached
+    with KeepingEngine(16, 0, alike=False) as alone:
+        assert all(same(one, ask(alone.engine, wanted)) for one, wanted in zip(turns, (turn, later), strict=True))
+
+
 def test_a_shared_system_prompt_is_read_once_by_those_that_run_together() -> None:
     system = prompt(2 * PAGE)
     wanted = [request(f"r{n}", [*system, *prompt(30, seed=n)], 40, seed=n) for n in range(1, 5)]

@@ -40,11 +40,11 @@ def on(device: torch.device, checkpoint: Checkpoint, graphs: bool = False, **pre
     return CudaGlm53(checkpoint.config, weights, ops, tokens=1024, graphs=graphs)
 
 
-def rows_of(model: Glm53, cuts: list[int], tokens: list[int] = TOKENS) -> torch.Tensor:
-    """Logits of every token, fed in windows of these lengths."""
+def rows_of(model: Glm53, cuts: list[int], tokens: list[int] = TOKENS, read: int = 0) -> torch.Tensor:
+    """Logits of every token, fed in windows of these lengths; read: how many of the windows are a prompt's."""
     stream, parts, at = model.open_stream(), [], 0
-    for cut in cuts:
-        parts.append(model.forward([Rows(stream, tokens[at : at + cut], cut)]))
+    for number, cut in enumerate(cuts):
+        parts.append(model.forward([Rows(stream, tokens[at : at + cut], cut, prompt=number < read)]))
         at += cut
     stream.close()
     return torch.cat(parts)
@@ -135,6 +135,25 @@ def test_exl3_experts(tmp_path: Path, device: torch.device) -> None:
     for cuts in ([16, 16, 16, 16, 6], [3, 9, 16, 1, 1, 10, 14, 16]):
         assert torch.equal(rows_of(model, cuts), whole), cuts
         assert torch.equal(rows_of(replayed, cuts), whole), cuts
+
+
+def test_exl3_prompts_are_read_alike_however_they_are_cut(tmp_path: Path, device: torch.device) -> None:
+    """Hence a prompt may go on from what another one has cached. Rows that are decoded have other bits, in every window
+    the same."""
+    if device.type != "cuda":
+        pytest.skip("these kernels need a GPU")
+    write_checkpoint(tmp_path, "tiny", seed=4, expert_bits=2.75)
+    with Checkpoint.open(tmp_path) as opened:
+        model, replayed = on(device, opened), on(device, opened, graphs=True)
+    assert not model.decodes_alike
+    whole = rows_of(model, [70], read=1)
+    for cuts in ([1] * 70, [17, 16, 1, 33, 3], [40, 7, 23], [64, 6], [5, 65]):
+        assert torch.equal(rows_of(model, cuts, read=70), whole), cuts
+    after = rows_of(model, [50, *[1] * 20], read=1)
+    assert torch.equal(after[:50], whole[:50]) and not torch.equal(after[50:], whole[50:])
+    for cuts, read in (([50, 16, 4], 1), ([20, 14, 16, 9, 11], 3)):
+        assert torch.equal(rows_of(model, cuts, read=read), after), cuts
+        assert torch.equal(rows_of(replayed, cuts, read=read), after), cuts
 
 
 def test_a_chunk_of_which_no_logits_are_wanted_is_done_when_it_returns(

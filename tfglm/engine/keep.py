@@ -45,14 +45,9 @@ def prompt_states(
                 f"{mib:.1f} MiB; what is kept on the disk is first kept in memory"
             )
         return PromptStates()
-    if not model.rows_alike:
-        log.warning(
-            "W_KEPT: no prompt states are kept: with EXL3 experts on a GPU a row's bits depend on whether it was read "
-            "in a prompt or decoded, so a prompt that resumes could get another reply than a fresh one"
-        )
-        return PromptStates()
+    replies = model.decodes_alike
     if not settings.disk_cache:
-        return PromptStates(KeptStates(model.cache.pool, kept_pages))
+        return PromptStates(KeptStates(model.cache.pool, kept_pages), replies=replies)
     pages = Pages([*model.cache.layers, *beside])
     known = identity(checkpoint, _facts(model, settings) | {"bytes": pages.nbytes})
     store = PageStore(
@@ -71,7 +66,7 @@ def prompt_states(
             settings.disk_keep_free_gib,
         )
     kept = KeptStates(model.cache.pool, kept_pages, known)
-    return PromptStates(kept, DiskTier(kept, pages, store))
+    return PromptStates(kept, DiskTier(kept, pages, store), replies=replies)
 
 
 def _facts(model: Glm53, settings: Settings) -> dict[str, object]:

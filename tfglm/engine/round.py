@@ -47,7 +47,7 @@ def read_chunk(model: Model, reply: Reply, prefill_rows: int, drafting: Drafting
     tokens = request.prompt[reply.read : reply.read + limit]
     last = reply.read + len(tokens) == len(request.prompt)
     want = len(tokens) if every_row else int(last and request.max_tokens > 0)
-    passed = run(model, [Rows(stream, tokens, want)], drafting.taps)
+    passed = run(model, [Rows(stream, tokens, want, prompt=True)], drafting.taps)
     with _alone(reply):
         reply.chunk_read(len(tokens), passed.logits.numpy())
     drafting.read(reply, tokens, passed)

@@ -13,10 +13,13 @@ RESTORE_BYTES = 64 << 20
 
 class PromptStates:
     """Without `kept` nothing is kept and every prompt is read from its start; `disk` keeps more, and across restarts.
+    replies: keep the rows of replies too, which needs a model that decodes a row as it reads it (decodes_alike): a
+    prompt that goes on from them must get the reply of one that was read whole.
     Used by the engine's thread alone."""
 
-    def __init__(self, kept: KeptStates | None = None, disk: DiskTier | None = None) -> None:
+    def __init__(self, kept: KeptStates | None = None, disk: DiskTier | None = None, *, replies: bool = True) -> None:
         self._kept = kept
+        self._replies = replies
         self._disk = disk
         self._fetches: dict[Reply, Fetch] = {}
 
@@ -86,7 +89,7 @@ class PromptStates:
 
     def finished(self, reply: Reply) -> None:
         """A reply is over, and its pages are promised to nobody else yet: keep the whole pages of prompt and reply."""
-        if self._kept and reply.stream is not None and reply.failure is None:
+        if self._kept and self._replies and reply.stream is not None and reply.failure is None:
             known = (reply.page_keys or [])[: reply.read // PAGE]
             prompt, cached = reply.request.prompt[len(known) * PAGE :], min(reply.cached, reply.stream.length)
             text = [*prompt, *reply.tokens][: cached - len(known) * PAGE]

@@ -40,9 +40,9 @@ class Glm53:
         self.frequencies = 1.0 / config.rope_theta**half
 
     @property
-    def rows_alike(self) -> bool:
-        """Whether a row has the same bits in windows of every size. Where it has not, what one window has cached is not
-        what another would have: a prompt may not go on from rows that were read or decoded in other windows."""
+    def decodes_alike(self) -> bool:
+        """Whether a row that is decoded has the bits that it has when it is read as a part of a prompt. Where it has
+        not, no prompt may go on from rows that a reply has cached."""
         return True
 
     @property

@@ -94,8 +94,8 @@ class CudaGlm53(Glm53):
         self._logits: torch.Tensor | None = None
 
     @property
-    def rows_alike(self) -> bool:
-        """EXL3 experts sum in another order in windows of more than 16 rows than in smaller ones."""
+    def decodes_alike(self) -> bool:
+        """EXL3 experts sum in another order for prompts than for replies."""
         mixtures = (layer.ffn for layer in self.weights.layers if isinstance(layer.ffn, MoeWeights))
         return all(isinstance(mixture.experts, PlainExperts) for mixture in mixtures)
 
@@ -103,7 +103,7 @@ class CudaGlm53(Glm53):
         """Logits on the host; tapped rows stay on the device and belong to the caller. Returns when all of it is done,
         also where no logits are wanted: the time of a prompt's chunk is what its share of the time is counted in."""
         count, longest = rows.tokens.shape[0], _longest(rows)
-        if self._use_graphs and count <= GRAPH_ROWS:
+        if self._use_graphs and count <= GRAPH_ROWS and not rows.prompt:
             return self._replay(rows, max(_LEAST_CONTEXT, 1 << (longest - 1).bit_length()), taps)
         passed = super()._forward(self.on_device(rows), taps)
         torch.cuda.current_stream(self.device).synchronize()
@@ -111,7 +111,7 @@ class CudaGlm53(Glm53):
 
     def on_device(self, rows: LaidOut) -> LaidOut:
         """A window as views of one copy on the device, whose operations are told how far it reaches."""
-        self.ops.context = pages_for(_longest(rows)) * PAGE
+        self.ops.context, self.ops.prompt = pages_for(_longest(rows)) * PAGE, rows.prompt
         packed = _packed(rows, len(rows.window.spans), self.ops.context, self.device)
         return _unpacked(packed.to(self.device), rows, len(rows.window.spans))
 
@@ -132,7 +132,7 @@ class CudaGlm53(Glm53):
         """All rows' logits are computed: the head reads its weights once however many are wanted."""
         count = rows.tokens.shape[0]
         laid_out = _unpacked(inputs, replace(rows, wanted=torch.arange(count)), count)
-        self.ops.context = context
+        self.ops.context, self.ops.prompt = context, False
         warm = super()._forward(laid_out, taps)  # loads every kernel; what it writes, the replay writes again
         if self._logits is None:
             self._logits = torch.empty(GRAPH_ROWS, warm.logits.shape[1], dtype=torch.float32, device=self.device)
@@ -168,7 +168,7 @@ def _unpacked(packed: torch.Tensor, rows: LaidOut, streams: int) -> LaidOut:
     count = rows.tokens.shape[0]
     tokens, positions, slots, stream_of = packed[: 4 * count].view(4, count)
     window = Window(positions, slots, packed[4 * count :].view(streams, -1), stream_of, rows.window.spans)
-    return LaidOut(tokens, window, rows.wanted.to(packed.device))
+    return LaidOut(tokens, window, rows.wanted.to(packed.device), rows.prompt)
 
 
 def load(

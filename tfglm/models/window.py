@@ -18,21 +18,25 @@ from tfglm.ops.base import Span, Window
 class Rows:
     """Tokens to append to a stream. want: how many of the last rows' logits to return.
 
-    0 for a prompt chunk that is not the last, 1 for decoding, all of them for verifying drafts.
+    0 for a prompt chunk that is not the last, 1 for decoding, all of them for verifying drafts. prompt: they are a part
+    of a prompt, which is computed as prompts are however few rows it has (see Glm53.decodes_alike).
     """
 
     stream: Stream
     tokens: Sequence[int]
     want: int
+    prompt: bool = False
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """tokens [R]; window: where they lie; wanted: the rows whose logits are asked for, None for all."""
+    """tokens [R]; window: where they lie; wanted: the rows whose logits are asked for; prompt: whether they are a part
+    of a prompt."""
 
     tokens: torch.Tensor
     window: Window
     wanted: torch.Tensor
+    prompt: bool = False
 
 
 @contextmanager
@@ -57,6 +61,8 @@ def check(rows: Sequence[Rows], pool: PagePool, config: ModelConfig) -> None:
         raise ValueError("an empty window: at least one stream's rows are needed")
     if len({id(entry.stream) for entry in rows}) != len(rows):
         raise ValueError("a stream appears twice in one window")
+    if len({entry.prompt for entry in rows}) != 1:
+        raise ValueError("a window holds parts of prompts or of replies, not both")
     for number, entry in enumerate(rows):
         stream, name = entry.stream, f"entry {number} of the window"
         if stream.closed or stream.pool is not pool:
@@ -107,4 +113,5 @@ def lay_out(rows: Sequence[Rows]) -> LaidOut:
             spans=tuple(spans),
         ),
         wanted=torch.cat(wanted),
+        prompt=any(entry.prompt for entry in rows),
     )

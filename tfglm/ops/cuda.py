@@ -39,15 +39,16 @@ class Precision:
 
 
 class CudaOps:
-    """context: at least the tokens visible to any row of the windows to come; set it before a forward.
-
-    It sizes launches and scratch and changes no result.
+    """Set before a forward: context, at least the tokens visible to any row of the window, which sizes launches and
+    scratch and changes no result; prompt, whether the rows are a part of a prompt, which EXL3 experts sum in another
+    order than rows of a reply.
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self.precision = precision
         self.device = device
         self.context = 0
+        self.prompt = False
         self._dense: dict[int, Dense] = {}  # weights in pieces, by the address of their data
         self._float_out: set[int] = set()
         self._exl3 = Exl3Layers(device)
@@ -183,7 +184,8 @@ class CudaOps:
         """shared and the result are float32 [R, hidden]."""
         rows, picks = routing.experts.shape
         if isinstance(experts, Exl3Experts):
-            return self._exl3.run(x, routing, experts, shared, self._empty((rows, x.shape[1]), torch.float32))
+            out = self._empty((rows, x.shape[1]), torch.float32)
+            return self._exl3.run(x, routing, experts, shared, out, prompt=self.prompt)
         count, doubled, hidden = experts.gate_up.shape
         pairs, most = rows * picks, min(count, rows * picks)
         groups = cuda_router.Groups(*(self._empty((n,), torch.int32) for n in (pairs, most + 1, most)))

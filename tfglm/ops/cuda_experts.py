@@ -20,6 +20,7 @@ class Exl3Layers:
         self._tables: dict[int, ExpertTables] = {}  # by the address of a layer's buffer
         self._decode: dict[tuple[int, ...], DecodeWorkspace] = {}
         self._prompt: dict[tuple[int, ...], PromptWorkspace] = {}
+        self._prompt_rows = 0  # that scratch has room for; it only grows
 
     def hold(self, experts: Exl3Experts) -> Exl3Experts:
         """A layer's experts on the device."""
@@ -35,27 +36,31 @@ class Exl3Layers:
         return held
 
     def run(
-        self, x: torch.Tensor, routing: Routing, experts: Exl3Experts, shared: torch.Tensor | None, out: torch.Tensor
-    ) -> torch.Tensor:
-        """out float32 [R, hidden] = the weighted sum of the experts of x [R, hidden] bfloat16, and last shared."""
-        tables = self._tables[experts.buffer.data_ptr()]
+        self, x: torch.Tensor, routing: Routing, experts: Exl3Experts, shared: torch.Tensor | None, out: torch.Tensor,
+        *, prompt: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """out float32 [R, hidden] = the weighted sum of the experts of x [R, hidden] bfloat16, and last shared. prompt:
+        sum as prompts do, which more rows than decode kernels take do anyway."""
+        tables, chosen = self._tables[experts.buffer.data_ptr()], (routing.experts, routing.weights)
         rows, picks = routing.experts.shape
-        run = exl3_experts_cuda.decode if rows <= exl3_experts_cuda.DECODE_ROWS else exl3_experts_cuda.prompt
-        space = self._space(tables, rows, picks)
-        run(tables, x, routing.experts, routing.weights, space, out, shared)  # type: ignore[arg-type]
+        if prompt or rows > exl3_experts_cuda.DECODE_ROWS:
+            exl3_experts_cuda.prompt(tables, x, *chosen, self._prompt_space(tables, rows, picks), out, shared)
+        else:
+            exl3_experts_cuda.decode(tables, x, *chosen, self._decode_space(tables, picks), out, shared)
         return out
 
-    def _space(self, tables: ExpertTables, rows: int, picks: int) -> DecodeWorkspace | PromptWorkspace:
-        sizes, device = (picks, tables.experts, tables.hidden, tables.width), self._device
-        if rows <= exl3_experts_cuda.DECODE_ROWS:
-            most = exl3_experts_cuda.DECODE_ROWS
-            key: tuple[int, ...] = (*sizes, tables.shared_scale)
-            if key not in self._decode:
-                self._decode[key] = DecodeWorkspace.allocate(most, *sizes, tables.shared_scale, device)
-            return self._decode[key]
-        fused, room = tables.shared_scale and tables.paired, 1 << (rows - 1).bit_length()
-        key = (room, *sizes, fused)
+    def _decode_space(self, tables: ExpertTables, picks: int) -> DecodeWorkspace:
+        key = (picks, tables.experts, tables.hidden, tables.width, tables.shared_scale)
+        if key not in self._decode:
+            self._decode[key] = DecodeWorkspace.allocate(exl3_experts_cuda.DECODE_ROWS, *key, self._device)
+        return self._decode[key]
+
+    def _prompt_space(self, tables: ExpertTables, rows: int, picks: int) -> PromptWorkspace:
+        if rows > self._prompt_rows:
+            self._prompt_rows = 1 << (rows - 1).bit_length()
+            self._prompt.clear()
+        fused = tables.shared_scale and tables.paired
+        key = (self._prompt_rows, picks, tables.experts, tables.hidden, tables.width, fused)
         if key not in self._prompt:
-            self._prompt.clear()  # windows mostly have one size
-            self._prompt[key] = PromptWorkspace.allocate(room, *sizes, fused, device)
+            self._prompt[key] = PromptWorkspace.allocate(*key, self._device)
         return self._prompt[key]
