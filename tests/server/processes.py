@@ -14,6 +14,8 @@ from types import TracebackType
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+# SERVER_DEVICE=cuda runs the suite against servers on a GPU.
+DEVICE = {"TFGLM_DEVICE": os.environ.get("SERVER_DEVICE", "cpu")}
 
 
 class ServerProcess:
@@ -21,13 +23,14 @@ class ServerProcess:
 
     def __init__(self, *command: str | Path, environ: dict[str, str] | None = None) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TFGLM_")}
+        path = os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, *map(str, command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env={**clean, "PYTHONPATH": f"{ROOT}:{HERE}", "PYTHONUNBUFFERED": "1", **(environ or {})},
+            env={**clean, **DEVICE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environ or {})},
         )
         self.lines: list[str] = []
         self._fresh: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -17,6 +17,8 @@ from tfglm.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
 
+ON_CPU = {"TFGLM_DEVICE": "cpu"}  # whose memory the machine's is
+
 
 def have(sysroot: Path, gib: float) -> None:
     (sysroot / "proc").mkdir(exist_ok=True)
@@ -29,7 +31,7 @@ def test_a_server_whose_memory_runs_short_stops_in_order(tmp_path: Path) -> None
     write_checkpoint(tmp_path / "tiny", "tiny", 1)
     have(tmp_path, 8)
     command = ("serve", tmp_path / "tiny", "--port", "0", "--drafter", "none", "--copy", "0", "--context", "512")
-    with ServerProcess("-c", SCRIPT, tmp_path, *command) as server:
+    with ServerProcess("-c", SCRIPT, tmp_path, *command, environ=ON_CPU) as server:
         server.wait_for("(tfglm serves)")
         have(tmp_path, 0.2)
         server.wait_for("(E_MEMORY: 0.20 GiB are available)", 30)
@@ -41,6 +43,6 @@ def test_a_server_whose_memory_runs_short_stops_in_order(tmp_path: Path) -> None
 def test_a_server_that_does_not_fit_is_refused_before_it_loads(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "tiny", "tiny", 1)
     have(tmp_path, 1.0)
-    with ServerProcess("-c", SCRIPT, tmp_path, "serve", tmp_path / "tiny", "--port", "0") as server:
+    with ServerProcess("-c", SCRIPT, tmp_path, "serve", tmp_path / "tiny", "--port", "0", environ=ON_CPU) as server:
         server.wait_for("(E_MEMORY: .* are available, .* too few: no window fits)")
         assert server.ended() == 1
