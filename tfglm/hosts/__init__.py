@@ -1,2 +1,6 @@
-"""What a machine of the cluster is like: its ports, its facts, its files. Standard library only and no import of one
-another, because Ansible carries these modules to machines on which nothing is installed yet."""
+"""What a machine of the cluster is like: its ports, its facts, its files; and what is to be said about that.
+
+Ansible carries the modules that read a machine (fabric, cables, facts, snapshot, content) to machines on which nothing
+is installed yet: standard library only, and no import of another module. cabling and preflight judge what was read,
+where Ansible runs.
+"""

@@ -171,14 +171,15 @@ def _rdma_devices(sysroot: Path) -> dict[str, str]:
     if net.is_dir():
         for netdev in net.iterdir():
             below = netdev / "device/infiniband"
-            if below.is_dir():
-                found |= {netdev.name: device.name for device in sorted(below.iterdir())[:1]}
+            names = sorted(path.name for path in below.iterdir()) if below.is_dir() else []
+            if names:
+                found[netdev.name] = names[0]
     if infiniband.is_dir():
         for device in sorted(infiniband.iterdir()):
             owners = device / "ports/1/gid_attrs/ndevs"
             if owners.is_dir() and device.name not in found.values():
-                names = {_text(entry) for entry in owners.iterdir()} - {""}
-                found |= {name: device.name for name in names if name not in found}
+                netdevs = {_text(entry) for entry in owners.iterdir()} - {""}
+                found |= {netdev: device.name for netdev in netdevs if netdev not in found}
     return found
 
 
