@@ -68,10 +68,13 @@ class Layer:
     def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
         """float64 [rows, hidden] with the model's bf16 roundings between the matrices."""
         suh = (self.suh, self.suh) if self.suh.dim() == 1 else (self.suh[0, e], self.suh[1, e])
-        gate = linear(x, self.gate[e], suh[0], self.svh[0, e], self.codebook).bfloat16().double()
-        up = linear(x, self.up[e], suh[1], self.svh[1, e], self.codebook).bfloat16().double()
+        own = 16 * self.gate[e].shape[1]
+        if not own:
+            return torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+        gate = linear(x, self.gate[e], suh[0], self.svh[0, e, :own], self.codebook).bfloat16().double()
+        up = linear(x, self.up[e], suh[1], self.svh[1, e, :own], self.codebook).bfloat16().double()
         h = ((gate / (1 + (-gate).exp())).bfloat16().double() * up).bfloat16()
-        return linear(h, self.down[e], self.down_suh[e], self.down_svh[e], self.codebook)
+        return linear(h, self.down[e], self.down_suh[e, :own], self.down_svh[e], self.codebook)
 
     def forward(
         self, x: torch.Tensor, picks: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
@@ -93,28 +96,35 @@ def signed(generator: torch.Generator, *shape: int) -> torch.Tensor:
 def random_layer(
     experts: int,
     hidden: int,
-    width: int,
+    columns: int | list[int],
     widths: list[tuple[int, int, int]],
     codebook: str,
     shared_scale: bool,
     seed: int,
 ) -> Layer:
-    """widths: twice the bits of gate, up and down, dealt to the experts in turn."""
+    """columns: inner columns of all experts, or of each. widths: twice the bits of gate, up and down, dealt to experts
+    in turn. Scales past an expert's own columns are no numbers."""
     g = torch.Generator().manual_seed(seed)
 
     def words(rows: int, columns: int, k2: int) -> torch.Tensor:
         shape = (rows // 16, columns // 16, 8 * k2)
         return torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=g).cuda()
 
+    own = [columns] * experts if isinstance(columns, int) else columns
+    width = max(own)
     chosen = [widths[e % len(widths)] for e in range(experts)]
+    absent = torch.arange(width) >= torch.tensor(own)[:, None]
     scale = (signed(g, hidden) if shared_scale else signed(g, 2, experts, hidden)).float() / (1.24 * hidden**0.5)
     return Layer(
-        gate=[words(hidden, width, k2[0]) for k2 in chosen],
-        up=[words(hidden, width, k2[1]) for k2 in chosen],
-        down=[words(width, hidden, k2[2]) for k2 in chosen],
+        gate=[words(hidden, size, k2[0]) for size, k2 in zip(own, chosen, strict=True)],
+        up=[words(hidden, size, k2[1]) for size, k2 in zip(own, chosen, strict=True)],
+        down=[words(size, hidden, k2[2]) for size, k2 in zip(own, chosen, strict=True)],
         suh=scale.half().cuda(),
-        svh=signed(g, 2, experts, width).cuda(),
-        down_suh=(signed(g, experts, width).float() / (1.24 * width**0.5)).half().cuda(),
+        svh=signed(g, 2, experts, width).masked_fill(absent, float("nan")).cuda(),
+        down_suh=(signed(g, experts, width).float() / (1.24 * width**0.5))
+        .half()
+        .masked_fill(absent, float("nan"))
+        .cuda(),
         down_svh=signed(g, experts, hidden).cuda(),
         codebook=codebook,
     )

@@ -84,6 +84,11 @@ CASES = [
     (16, 256, 256, EVERY, "mcg", True),
     (9, 256, 128, HALVES, "mul1", False),
     (24, 6144, 640, MIXED, "mcg", True),
+    # experts that differ in their inner columns, as ranks have them under Placement.BY_EXPERT
+    (9, 512, [256, 128, 256, 128, 128, 256, 128, 256, 128], MIXED, "mcg", True),
+    (7, 256, [128, 0, 256, 384, 0, 128, 128], SPLIT, "mcg", True),
+    (8, 256, [128, 256, 0, 128, 256, 256, 128, 384], MIXED, "mul1", False),
+    (12, 6144, [768, 640, 640] * 4, MIXED, "mcg", True),
 ]
 
 
@@ -121,9 +126,13 @@ def test_missing_picks_are_skipped(path: str, shared_scale: bool) -> None:
         assert ((got.double() - expected).norm() / expected.norm()).item() < TOLERANCE
 
 
+UNEVEN = [(640, 768, 128, 0)[e % 4] for e in range(20)]
+
+
+@pytest.mark.parametrize("columns", [640, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("shared_scale", [True, False])
-def test_decode_row_has_the_same_bits_in_any_window(shared_scale: bool) -> None:
-    layer = exl3_math.random_layer(20, 1024, 640, MIXED, "mcg", shared_scale, seed=7)
+def test_decode_row_has_the_same_bits_in_any_window(shared_scale: bool, columns: int | list[int]) -> None:
+    layer = exl3_math.random_layer(20, 1024, columns, MIXED, "mcg", shared_scale, seed=7)
     t = tables(layer)
     picks, weights = routing(16, 8, 20, 7)
     x = torch.randn(16, 1024, device="cuda").bfloat16()
@@ -134,8 +143,9 @@ def test_decode_row_has_the_same_bits_in_any_window(shared_scale: bool) -> None:
         assert torch.equal(run("decode", t, x[window], picks[window], weights[window]), alone[window])
 
 
-def test_prompt_row_has_the_same_bits_in_any_chunk() -> None:
-    layer = exl3_math.random_layer(8, 512, 384, MIXED, "mcg", True, seed=8)
+@pytest.mark.parametrize("columns", [384, UNEVEN[:8]], ids=["even", "uneven"])
+def test_prompt_row_has_the_same_bits_in_any_chunk(columns: int | list[int]) -> None:
+    layer = exl3_math.random_layer(8, 512, columns, MIXED, "mcg", True, seed=8)
     t = tables(layer)
     picks, weights = routing(420, 4, 8, 8)
     x = torch.randn(420, 512, device="cuda").bfloat16()

@@ -15,12 +15,14 @@ def trellis(rows: int, columns: int, bits: int) -> torch.Tensor:
     return torch.zeros(rows // 16, columns // 16, 16 * bits, dtype=torch.int16)
 
 
-def tables(width: int = WIDTH, down_columns: int = HIDDEN, gate_bits: int = 3) -> experts_cuda.ExpertTables:
-    half = torch.float16
+def tables(
+    width: int = WIDTH, down_columns: int = HIDDEN, gate_bits: int = 3, first_columns: int | None = None
+) -> experts_cuda.ExpertTables:
+    half, own = torch.float16, width if first_columns is None else first_columns
     return experts_cuda.expert_tables(
-        [trellis(HIDDEN, width, gate_bits), trellis(HIDDEN, width, 2)],
-        [trellis(HIDDEN, width, 3), trellis(HIDDEN, width, 2)],
-        [trellis(width, down_columns, 4), trellis(width, HIDDEN, 2)],
+        [trellis(HIDDEN, own, gate_bits), trellis(HIDDEN, width, 2)],
+        [trellis(HIDDEN, own, 3), trellis(HIDDEN, width, 2)],
+        [trellis(own, down_columns, 4), trellis(width, HIDDEN, 2)],
         suh=torch.ones(HIDDEN, dtype=half),
         svh=torch.ones(2, EXPERTS, width, dtype=half),
         down_suh=torch.ones(EXPERTS, width, dtype=half),
@@ -42,9 +44,16 @@ def test_tables_state_what_the_kernels_need() -> None:
     assert other.all_widths
 
 
+def test_experts_may_differ_in_their_columns() -> None:
+    assert tables(first_columns=0).columns.tolist() == [0, WIDTH]
+    assert tables(width=256, first_columns=128).columns.tolist() == [128, 256]
+
+
 def test_sizes_that_no_kernel_takes_are_refused() -> None:
     with pytest.raises(CheckpointError, match="expert width is 192"):
         tables(width=192)
+    with pytest.raises(CheckpointError, match="an expert has 256 columns on this rank and scales for 128"):
+        tables(first_columns=256)
     with pytest.raises(CheckpointError, match=r"trellis 4 has shape \(8, 8, 64\).*expected \(8, 16\) tiles"):
         tables(down_columns=128)
 

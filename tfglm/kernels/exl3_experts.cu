@@ -15,6 +15,9 @@
 // warps in order, then the parts in order; all fixed by the matrix shape alone, so a row's bits never depend on the other
 // rows. Atomics only count arrivals.
 //
+// Experts of a layer may differ in their inner columns on this rank (columns [experts], multiples of 128, at most width,
+// possibly none); vectors and scratch have room for `width` columns of each.
+//
 // Limits: 16 rows, 256 picks, matrix sizes multiples of 128. Widths: 2, 3, 4 bits (WIDTHS=0) or all (1).
 // What binds it. H200: decode instructions (gate_up at 8 rows: 82 % of issue slots, ALU pipe 77 %). GB10: should be bound by
 // memory: 20 warps a multiprocessor with up to 3 stages of 0.5 to 1 KiB each in flight. 8 warps for down gain 3 us at one
@@ -297,11 +300,12 @@ __device__ __forceinline__ void load_four(float (&v)[4], const float* at) {  // 
 }
 
 // grid = (2 * width / 128 * parts, most distinct experts), block = GATE_UP_WARPS * 32
-//   trellis [3, experts] addresses, k2 [3, experts] (gate, up, down); svh [2, experts, width]; down_suh [experts, width]
+//   trellis [3, experts] addresses, k2 [3, experts] (gate, up, down); columns [experts]: inner columns of each;
+//   svh [2, experts, width]; down_suh [experts, width]
 //   part sums z fp32 [picks, 2, parts, width]; h fp16 [picks, width] in fragment order; counters zero between launches
 template <int GROUPS>
-__device__ __forceinline__ void gate_up(const u64* trellis, const int* k2, const u16* rotated, bool one_row, const u16* svh,
-                                        const u16* down_suh, const Listed* listed, const int* distinct, float* z, u16* h,
+__device__ __forceinline__ void gate_up(const u64* trellis, const int* k2, const int* columns, const u16* rotated, bool one_row,
+                                        const u16* svh, const u16* down_suh, const Listed* listed, const int* distinct, float* z, u16* h,
                                         int* counters, int slots, int experts, int hidden, int width, int parts) {
     extern __shared__ __align__(16) u8 memory[];
     wait_for_predecessor();
@@ -312,7 +316,8 @@ __device__ __forceinline__ void gate_up(const u64* trellis, const int* k2, const
     const int part = blockIdx.x % parts, matrix = blockIdx.x / parts % 2, block = blockIdx.x / (parts * 2);
     const int rows = hidden / 16 / parts;
     const Share share = {reinterpret_cast<const u8*>(trellis[matrix * experts + expert]), k2[matrix * experts + expert],
-                         width, block * BLOCK, part * rows, rows};
+                         columns[expert], block * BLOCK, part * rows, rows};
+    if (share.column >= share.columns) return;
     const auto row_of = [&](int m) {
         const int pick = entry.pick[m];
         return rotated + i64(one_row ? pick / slots : pick * 2 + matrix) * hidden;
@@ -345,7 +350,7 @@ __device__ __forceinline__ void gate_up(const u64* trellis, const int* k2, const
 // grid = (hidden / 128, most distinct experts), block = DOWN_WARPS * 32
 //   svh [experts, hidden]; y fp32 [picks, hidden]; shared fp32 [R, hidden] or null; valid [R]: experts of a row
 template <int GROUPS>
-__device__ __forceinline__ void down(const u64* trellis, const int* k2, const u16* h, const u16* svh, const Listed* listed,
+__device__ __forceinline__ void down(const u64* trellis, const int* k2, const int* columns, const u16* h, const u16* svh, const Listed* listed,
                                      const int* distinct, const int* picks, const float* weight, const float* shared,
                                      const int* valid, float* y, float* out, int* counters, int slots, int experts,
                                      int hidden, int width) {
@@ -356,7 +361,7 @@ __device__ __forceinline__ void down(const u64* trellis, const int* k2, const u1
     const Listed& entry = listed[blockIdx.y];
     const int expert = entry.expert, count = entry.count, block = blockIdx.x;
     const Share share = {reinterpret_cast<const u8*>(trellis[2 * experts + expert]), k2[2 * experts + expert],
-                         hidden, block * BLOCK, 0, width / 16};
+                         hidden, block * BLOCK, 0, columns[expert] / 16};
     const auto row_of = [&](int m) { return h + i64(entry.pick[m]) * width; };
     const auto store = [&](int m, int column, float sum) { total[m][column] = sum; };
     if (GROUPS == 1 || count <= 8) block_sums<DOWN_WARPS, 1>(share, count, memory, true, row_of, store);
@@ -400,17 +405,17 @@ __device__ __forceinline__ void down(const u64* trellis, const int* k2, const u1
 // FEWER: blocks fewer on a multiprocessor, for the registers of a second group of members or of wide tiles.
 #define EXPERT_KERNELS(NAME, GROUPS, FEWER)                                                                                   \
     extern "C" __global__ void __launch_bounds__(GATE_UP_WARPS * 32, GATE_UP_BLOCKS - (FEWER)) experts_gate_up_##NAME(            \
-        const u64* trellis, const int* k2, const u16* rotated, int one_row, const u16* svh, const u16* down_suh,       \
+        const u64* trellis, const int* k2, const int* columns, const u16* rotated, int one_row, const u16* svh, const u16* down_suh, \
         const Listed* listed, const int* distinct, float* z, u16* h, int* counters, int slots, int experts,            \
         int hidden, int width, int parts) {                                                                            \
-        gate_up<GROUPS>(trellis, k2, rotated, one_row, svh, down_suh, listed, distinct, z, h, counters, slots,         \
+        gate_up<GROUPS>(trellis, k2, columns, rotated, one_row, svh, down_suh, listed, distinct, z, h, counters, slots,         \
                         experts, hidden, width, parts);                                                                \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(DOWN_WARPS * 32, DOWN_BLOCKS - (FEWER)) experts_down_##NAME(                     \
-        const u64* trellis, const int* k2, const u16* h, const u16* svh, const Listed* listed, const int* distinct,    \
+        const u64* trellis, const int* k2, const int* columns, const u16* h, const u16* svh, const Listed* listed, const int* distinct,    \
         const int* picks, const float* weight, const float* shared, const int* valid, float* y, float* out,            \
         int* counters, int slots, int experts, int hidden, int width) {                                                \
-        down<GROUPS>(trellis, k2, h, svh, listed, distinct, picks, weight, shared, valid, y, out, counters, slots,     \
+        down<GROUPS>(trellis, k2, columns, h, svh, listed, distinct, picks, weight, shared, valid, y, out, counters, slots,     \
                      experts, hidden, width);                                                                          \
     }
 EXPERT_KERNELS(8, 1, WIDTHS)

@@ -20,6 +20,9 @@
 // slots; 16 warps with one strip each are no faster, more stages neither. GB10 has a fifth of the tensor rate a clock, so
 // there decoding should hide behind the products, and prompt_linear fits one block a multiprocessor instead of two.
 //
+// Experts of a layer may differ in their inner columns on this rank (columns [experts], multiples of 128, at most width,
+// possibly none); vectors and scratch have room for `width` columns of each.
+//
 // Limits: matrix sizes multiples of 128, 32768 picks, 1024 experts. Widths: 2, 3, 4 bits (WIDTHS=0) or all (1).
 //! variant: CODEBOOK=1 WIDTHS=0
 //! variant: CODEBOOK=0 WIDTHS=0
@@ -316,16 +319,16 @@ __device__ __forceinline__ float* out_place(u8* memory, int strip, int row, int 
 
 // Multiplies an item and hands its result out. finish(pick, values) is called by LANES neighbouring lanes for each pick:
 // values[strip] holds the runs of 4 columns 4 * (LANES * i + q) .. + 3 of the strip, q = lane % LANES.
-// line_of(pick): line of `rows` that it reads.
+// line_of(pick): line of `rows`, `stride` values apart, whose first `inputs` it reads.
 template <int STRIPS, class LineOf, class Finish>
 __device__ __forceinline__ void process(const Item& item, const int* list, const Columns<STRIPS>& columns, int k2, int inputs,
-                                        const u16* rows, u8* memory, LineOf line_of, Finish finish) {
+                                        int stride, const u16* rows, u8* memory, LineOf line_of, Finish finish) {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     RowPieces row_at;
 #pragma unroll
     for (int i = 0; i < ROW_PIECES; ++i) {
         const int piece = thread + i * THREADS, row = piece / 8;
-        row_at[i] = row < item.count ? line_of(list[row]) * (inputs / 8) + piece % 8 : -1;
+        row_at[i] = row < item.count ? line_of(list[row]) * (stride / 8) + piece % 8 : -1;
     }
     float sum[STRIPS][ROWS / 8][4] = {};
     multiply_width<STRIPS>(k2, (item.count + 15) / 16, sum, columns, inputs, rows, row_at, memory);
@@ -362,19 +365,21 @@ __device__ __forceinline__ void process(const Item& item, const int* list, const
 }
 
 // grid = (width / 128, most items), block = THREADS, dynamic shared memory = PROMPT_STAGES * stage_bytes(widest k2)
-//   rotated [R, hidden] fp16; svh [2, experts, width]; down_suh [experts, width]; h [picks, width] fp16
+//   own [experts]: inner columns of each; rotated [R, hidden] fp16; svh [2, experts, width]; down_suh [experts, width];
+//   h [picks, width] fp16
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gate_up(
-    const u64* trellis, const int* k2, const u16* rotated, const u16* svh, const u16* down_suh, const int* members,
+    const u64* trellis, const int* k2, const int* own, const u16* rotated, const u16* svh, const u16* down_suh, const int* members,
     const Item* items, const int* item_count, u16* h, int rows, int slots, int experts, int hidden, int width) {
     extern __shared__ __align__(128) u8 memory[];
     const Item item = items[blockIdx.y];  // asked for together with the count: the list is that long in any case
     if (blockIdx.y >= *item_count) return;
-    const int bits = k2[item.expert], column = blockIdx.x * BLOCK, pitch = width * bits;
+    const int bits = k2[item.expert], column = blockIdx.x * BLOCK, pitch = own[item.expert] * bits;
+    if (column >= own[item.expert]) return;
     const i64 start = i64(column / 16) * 16 * bits;
     const Columns<2> strips = {{reinterpret_cast<const u8*>(trellis[item.expert]) + start,
                             reinterpret_cast<const u8*>(trellis[experts + item.expert]) + start}, pitch};
     process<2>(
-        item, members + i64(item.expert) * rows + item.first, strips, bits, hidden, rotated, memory,
+        item, members + i64(item.expert) * rows + item.first, strips, bits, hidden, hidden, rotated, memory,
         [&](int pick) { return pick / slots; },
         [&](int pick, float(&values)[2][RUNS][4]) {
             auto &gate = values[0], &up = values[1];
@@ -404,16 +409,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gate_up(
 // columns start .. start + span - 1 of `columns`. grid = (span / 128, most items), block = THREADS;
 // svh [experts, columns]. Two blocks share a multiprocessor: one multiplies while the other starts or ends.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) prompt_linear(
-    const u64* trellis, const int* k2, const u16* input, const u16* svh, const int* members, const Item* items,
+    const u64* trellis, const int* k2, const int* own, const u16* input, const u16* svh, const int* members, const Item* items,
     const int* item_count, float* y, int matrix, int rows, int experts, int inputs, int columns, int start, int span) {
     extern __shared__ __align__(128) u8 memory[];
     const Item item = items[blockIdx.y];  // asked for together with the count: the list is that long in any case
     if (blockIdx.y >= *item_count) return;
     const int bits = k2[matrix * experts + item.expert], column = start + blockIdx.x * BLOCK;
+    const int inner = own[item.expert], depth = matrix == 2 ? inner : inputs, across = matrix == 2 ? columns : inner;
+    if (column >= across) return;
     const Columns<1> strip = {
-        {reinterpret_cast<const u8*>(trellis[matrix * experts + item.expert]) + i64(column) * bits}, columns * bits};
+        {reinterpret_cast<const u8*>(trellis[matrix * experts + item.expert]) + i64(column) * bits}, across * bits};
     process<1>(
-        item, members + i64(item.expert) * rows + item.first, strip, bits, inputs, input, memory,
+        item, members + i64(item.expert) * rows + item.first, strip, bits, depth, inputs, input, memory,
         [](int pick) { return pick; },
         [&](int pick, float(&values)[1][RUNS][4]) {
             const int lane = threadIdx.x % 32, q = lane % LANES;
@@ -431,10 +438,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) prompt_linear(
 
 // Gate and up of prompt_linear, [2, picks, width] fp32 -> rotated input of down, h [picks, width] fp16. grid = warps / 8.
 extern "C" __global__ void __launch_bounds__(THREADS) prompt_swiglu(
-    const float* y, const int* picks, const u16* down_suh, u16* h, int total, int experts, int width) {
+    const float* y, const int* picks, const int* own, const u16* down_suh, u16* h, int total, int experts, int width) {
     const i64 item = i64(blockIdx.x) * WARPS + threadIdx.x / 32, pick = item / (width / BLOCK);
     const int lane = threadIdx.x % 32, column = item % (width / BLOCK) * BLOCK + lane * 4;
-    if (pick >= total || u32(picks[pick]) >= experts) return;
+    if (pick >= total || u32(picks[pick]) >= experts || column >= own[picks[pick]]) return;
     const float4 g = *reinterpret_cast<const float4*>(y + pick * width + column);
     const float4 u = *reinterpret_cast<const float4*>(y + (i64(total) + pick) * width + column);
     float gate[4] = {g.x, g.y, g.z, g.w}, up[4] = {u.x, u.y, u.z, u.w};

@@ -9,7 +9,7 @@ from tfglm.ops.base import Routing
 from tfglm.ops.exl3_experts_cuda import DecodeWorkspace, ExpertTables, PromptWorkspace
 from tfglm.ops.exl3_weights import DOWN, GATE, UP, Exl3Experts
 
-_ON_HOST = ("codebook", "offsets", "half_bits", "_decoded")
+_ON_HOST = ("codebook", "offsets", "half_bits", "inner", "_decoded")
 
 
 class Exl3Layers:

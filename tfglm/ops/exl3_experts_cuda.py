@@ -44,7 +44,8 @@ def _shape(name: str) -> dict[str, int]:
 class ExpertTables:
     """Where one rank's experts of one layer lie on the GPU. Vectors are float16.
 
-    trellis: int64 [3, experts], addresses of gate, up and down tiles; k2: int32 [3, experts], twice the bits.
+    trellis: int64 [3, experts], addresses of gate, up and down tiles; k2: int32 [3, experts], twice the bits; columns:
+    int32 [experts], inner columns of each.
     suh: [hidden] when gate and up of all experts share it, else [2, experts, hidden].
     svh: [2, experts, width] of gate and up; down_suh: [experts, width]; down_svh: [experts, hidden].
     weights: the tensors behind the addresses, kept alive.
@@ -53,6 +54,7 @@ class ExpertTables:
     codebook: str
     trellis: torch.Tensor
     k2: torch.Tensor
+    columns: torch.Tensor
     suh: torch.Tensor
     svh: torch.Tensor
     down_suh: torch.Tensor
@@ -68,7 +70,7 @@ class ExpertTables:
 
     @property
     def width(self) -> int:
-        """Columns of gate and up on this rank."""
+        """The most columns of gate and up that an expert has on this rank."""
         return self.svh.shape[2]
 
     @property
@@ -98,15 +100,19 @@ def expert_tables(
 ) -> ExpertTables:
     """Tables from an expert's trellises each, int16 [k/16, n/16, 16 * bits] on the GPU (views of one buffer are fine).
 
-    Raises CheckpointError for sizes that the kernels cannot take.
+    Experts may differ in their inner columns, and have none; svh and down_suh have room for the most and nothing past
+    an expert's own is read. Raises CheckpointError for sizes that the kernels cannot take.
     """
     matrices = (*gate, *up, *down)
-    hidden, width = down_svh.shape[1], svh.shape[2]
-    for name, size in (("hidden size", hidden), ("expert width", width)):
+    hidden, width, columns = down_svh.shape[1], svh.shape[2], [16 * matrix.shape[1] for matrix in gate]
+    for name, size in (("hidden size", hidden), ("expert width", width), *(("expert width", own) for own in columns)):
         if size % BLOCK:
             raise CheckpointError(f"the {name} is {size} on this rank; EXL3 experts need a multiple of {BLOCK}")
+    if max(columns) > width:
+        raise CheckpointError(f"an expert has {max(columns)} columns on this rank and scales for {width}")
     for index, matrix in enumerate(matrices):
-        shape = (width // 16, hidden // 16) if index >= 2 * len(gate) else (hidden // 16, width // 16)
+        tiles = columns[index % len(gate)] // 16
+        shape = (tiles, hidden // 16) if index >= 2 * len(gate) else (hidden // 16, tiles)
         if matrix.shape[:2] != shape or not matrix.is_contiguous() or matrix.data_ptr() % 16:
             raise CheckpointError(
                 f"trellis {index} has shape {tuple(matrix.shape)}, address {matrix.data_ptr():#x}; "
@@ -118,6 +124,7 @@ def expert_tables(
         codebook=codebook,
         trellis=torch.tensor([m.data_ptr() for m in matrices], dtype=torch.int64, device=device).view(3, experts),
         k2=torch.tensor(k2, dtype=torch.int32, device=device).view(3, experts),
+        columns=torch.tensor(columns, dtype=torch.int32, device=device),
         suh=suh,
         svh=svh,
         down_suh=down_suh,
@@ -230,8 +237,9 @@ def decode(
         (2 * parts * (width // BLOCK), listed_most),
         shape["GATE_UP_WARPS"] * 32,
         (
-            *(tables.trellis, tables.k2, w.rotated, int(tables.shared_scale), tables.svh, tables.down_suh),
-            *(w.listed, distinct, w.sums, w.activated, w.counters, slots, experts, hidden, width, parts),
+            *(tables.trellis, tables.k2, tables.columns, w.rotated, int(tables.shared_scale)),
+            *(tables.svh, tables.down_suh, w.listed, distinct, w.sums, w.activated, w.counters),
+            *(slots, experts, hidden, width, parts),
         ),
         shared=max(shape["GATE_UP_WARPS"] * ring, _SUMS_BYTES),
         overlap=overlap,
@@ -241,8 +249,8 @@ def decode(
         (hidden // BLOCK, listed_most),
         shape["DOWN_WARPS"] * 32,
         (
-            *(tables.trellis, tables.k2, w.activated, tables.down_svh, w.listed, distinct, picks, weights, shared),
-            *(valid, w.results, out, row_counters, slots, experts, hidden, width),
+            *(tables.trellis, tables.k2, tables.columns, w.activated, tables.down_svh, w.listed, distinct, picks),
+            *(weights, shared, valid, w.results, out, row_counters, slots, experts, hidden, width),
         ),
         shared=max(shape["DOWN_WARPS"] * ring, _SUMS_BYTES),
         overlap=overlap,
@@ -311,7 +319,7 @@ def prompt(
             (span // BLOCK, items_most),
             256,
             (
-                *(tables.trellis, tables.k2, given, svh, w.members, w.items, item_count, to),
+                *(tables.trellis, tables.k2, tables.columns, given, svh, w.members, w.items, item_count, to),
                 *(matrix, rows, experts, inputs, columns, start, span),
             ),
             shared=shared_bytes(1),
@@ -331,8 +339,17 @@ def prompt(
             (width // BLOCK, items_most),
             256,
             (
-                *(tables.trellis, tables.k2, w.rotated, tables.svh, tables.down_suh, w.members, w.items, item_count),
-                *(w.activated, rows, slots, experts, hidden, width),
+                *(
+                    tables.trellis,
+                    tables.k2,
+                    tables.columns,
+                    w.rotated,
+                    tables.svh,
+                    tables.down_suh,
+                    w.members,
+                    w.items,
+                ),
+                *(item_count, w.activated, rows, slots, experts, hidden, width),
             ),
             shared=shared_bytes(2),
         )
@@ -349,7 +366,7 @@ def prompt(
         module.kernel("prompt_swiglu")(
             (-(-total * (width // BLOCK) // 8),),
             256,
-            (w.results, picks, tables.down_suh, w.activated, total, experts, width),
+            (w.results, picks, tables.columns, tables.down_suh, w.activated, total, experts, width),
         )
     for start in range(0, hidden, w.slab):
         span = min(w.slab, hidden - start)
