@@ -7,8 +7,11 @@ for experts that list is rotated so that no rank holds the extra unit everywhere
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from tfglm.errors import ConfigError
 
@@ -73,6 +76,21 @@ class Placement(Enum):
     BY_EXPERT = "expert"
 
 
+class Sizes(Protocol):
+    """What of a model's configuration the cut is made of."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def n_shared_experts(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Layout:
     """The cut of one model over `ranks` ranks (1 to 8). Sizes are in heads, columns and rows of the whole model.
@@ -91,6 +109,19 @@ class Layout:
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ConfigError(f"a model can be spread over 1 to {MAX_RANKS} ranks; {self.ranks} were asked for")
+
+    @classmethod
+    def of(cls, config: Sizes, ranks: int, placement: Placement = Placement.BY_LAYER) -> Layout:
+        """The cut of a model with these sizes."""
+        return cls(
+            ranks=ranks,
+            heads=config.num_attention_heads,
+            routed_columns=config.moe_intermediate_size,
+            shared_columns=config.moe_intermediate_size * config.n_shared_experts,
+            dense_columns=config.intermediate_size,
+            vocabulary=config.vocab_size,
+            placement=placement,
+        )
 
     def size(self, family: Family) -> int:
         """How many heads, columns or rows the whole model has."""
@@ -126,3 +157,26 @@ class Layout:
         if family is Family.ROUTED:
             return layer + (expert if self.placement is Placement.BY_EXPERT else 0)
         return layer + 1 if family is Family.SHARED else 0
+
+
+_LAYER, _EXPERT = re.compile(r"\.layers\.(\d+)\."), re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a model."""
+
+    layout: Layout
+    rank: int
+
+    def part(self, linear: str, shape: Sequence[int]) -> tuple[slice, slice]:
+        """The rows and columns that the rank holds of a matrix [outputs, inputs] by its name without ".weight": all of
+        what is not cut, and an empty slice where its share is empty."""
+        parts = [slice(0, shape[0]), slice(0, shape[1])]
+        if (cut := cut_of(linear)) is not None:
+            family, axis = cut
+            layer, expert = (int(found.group(1)) if (found := p.search(linear)) else 0 for p in (_LAYER, _EXPERT))
+            start, stop = self.layout.share(family, layer, self.rank, expert)
+            unit = shape[axis] // self.layout.size(family) if family is Family.HEADS else 1
+            parts[axis] = slice(start * unit, stop * unit)
+        return parts[0], parts[1]

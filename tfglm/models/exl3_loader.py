@@ -28,17 +28,36 @@ class Read(Protocol):
     def __call__(self, name: str, rows: slice | None = None, columns: slice | None = None) -> torch.Tensor: ...
 
 
-def read_linear(read: Read, name: str, linear: Exl3Linear, outputs: int, inputs: int) -> Exl3Weight:
-    """One linear whole. outputs, inputs: its sizes before padding. Raises CheckpointError for a foreign marker."""
+def read_linear(
+    read: Read,
+    name: str,
+    linear: Exl3Linear,
+    outputs: int,
+    inputs: int,
+    part: tuple[slice, slice] | None = None,
+) -> Exl3Weight:
+    """One linear. outputs, inputs: its sizes before padding. part: the outputs and inputs to hold, each `whole_blocks`;
+    None: all. Raises CheckpointError for a foreign marker."""
     _check_marker(read, name, linear)
+    rows, columns = part or (slice(0, outputs), slice(0, inputs))
+    n, k = (slice(kept.start, -(-kept.stop // BLOCK) * BLOCK) for kept in (rows, columns))
     return Exl3Weight(
-        trellis=read(f"{name}.trellis"),
-        suh=_scales(read, name, linear, "u"),
-        svh=_scales(read, name, linear, "v"),
+        trellis=read(
+            f"{name}.trellis",
+            rows=slice(k.start // TILE, k.stop // TILE),
+            columns=slice(n.start // TILE, n.stop // TILE),
+        ),
+        suh=_scales(read, name, linear, "u")[k],
+        svh=_scales(read, name, linear, "v")[n],
         codebook=linear.codebook,
-        inputs=inputs,
-        outputs=outputs,
+        inputs=columns.stop - columns.start,
+        outputs=rows.stop - rows.start,
     )
+
+
+def whole_blocks(part: slice, size: int) -> bool:
+    """Whether part of a dimension of `size` values is a run of the blocks that a rotation mixes."""
+    return part.start % BLOCK == 0 and (part.stop % BLOCK == 0 or part.stop == size)
 
 
 Shares = Callable[[int], tuple[int, int]] | Sequence[tuple[int, int]]

@@ -18,6 +18,7 @@ from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.formats.latent import KvFormat
 from tfglm.models.glm53 import Glm53
 from tfglm.models.source import Source
+from tfglm.models.split import Vocabulary
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.weights import (
     AttentionWeights,
@@ -25,11 +26,13 @@ from tfglm.models.weights import (
     MlpWeights,
     ModelWeights,
     MoeWeights,
+    load_embedding,
     load_layer,
 )
 from tfglm.models.window import LaidOut
 from tfglm.ops.base import PlainExperts, Window
 from tfglm.ops.cuda import CudaOps, Precision
+from tfglm.ops.group import Alone, Group
 
 GRAPH_ROWS = 16
 _LEAST_CONTEXT = 4096
@@ -75,19 +78,29 @@ class _Graph:
 
 
 class CudaGlm53(Glm53):
-    """The model on a CUDA device, its weights held by `ops`. graphs: replay small windows instead of launching them."""
+    """The model on a CUDA device, its weights held by `ops`. graphs: replay small windows instead of launching them,
+    where the group can be part of a graph."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: CudaOps, *, tokens: int, graphs: bool = True
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: CudaOps,
+        *,
+        tokens: int,
+        graphs: bool = True,
+        group: Group | None = None,
     ) -> None:
         self.device = ops.device
         self.config = config
+        self.group = group or Alone()
+        self.vocabulary = Vocabulary.of(config, self.group)
         self.ops: CudaOps = ops
         self.weights = weights
         self.cache = PackedCache(config, tokens, ops.precision.kv, self.device)  # type: ignore[assignment]
         half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
         self.frequencies = (1.0 / config.rope_theta**half).to(self.device)
-        self._use_graphs = graphs
+        self._use_graphs = graphs = graphs and self.group.capturable
         self._graphs: dict[tuple[int, int, Taps], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         # Of all graphs: rows of 154,880 floats that each kept for itself would come to 80 MiB for every context.
@@ -172,44 +185,55 @@ def _unpacked(packed: torch.Tensor, rows: LaidOut, streams: int) -> LaidOut:
 
 
 def load(
-    config: ModelConfig, source: Source, *, tokens: int, kv: str, dense: str, head: str, graphs: bool = True
+    config: ModelConfig,
+    source: Source,
+    *,
+    tokens: int,
+    kv: str,
+    dense: str,
+    head: str,
+    graphs: bool = True,
+    group: Group | None = None,
 ) -> CudaGlm53:
-    """The model on torch's current GPU. Raises ConfigError where there is none or a format is unknown."""
+    """The model, or the source's part of it, on torch's current GPU. Raises ConfigError where there is none or a format
+    is unknown."""
     if not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch sees no NVIDIA GPU; supported here: cpu")
     formats = [kind.value for kind in KvFormat]
     if kv not in formats:
         raise ConfigError(f"kv is {kv!r}; supported on a GPU: {', '.join(formats)}")
     ops = CudaOps(Precision(KvFormat(kv), dense, head), torch.device("cuda", torch.cuda.current_device()))
-    return CudaGlm53(config, load_weights(config, source, ops), ops, tokens=tokens, graphs=graphs)
+    weights = load_weights(config, source, ops, partial=group is not None and group.ranks > 1)
+    return CudaGlm53(config, weights, ops, tokens=tokens, graphs=graphs, group=group)
 
 
 # ---- weights
 
 
-def load_weights(config: ModelConfig, source: Source, ops: CudaOps) -> ModelWeights:
-    """The trunk in the formats and on the device of `ops`; one layer at a time is held on the host."""
+def load_weights(config: ModelConfig, source: Source, ops: CudaOps, *, partial: bool = False) -> ModelWeights:
+    """The trunk in the formats and on the device of `ops`; one layer at a time is held on the host. partial: of one
+    rank, whose branches are float32 until those of all ranks are added."""
     layers = range(config.num_hidden_layers)
     return ModelWeights(
-        embed=source.tensor("model.embed_tokens.weight").to(ops.device, torch.bfloat16),
-        layers=tuple(hold_layer(load_layer(config, source, layer), ops) for layer in layers),
+        embed=load_embedding(source).to(ops.device, torch.bfloat16),
+        layers=tuple(hold_layer(load_layer(config, source, layer), ops, partial=partial) for layer in layers),
         norm=source.tensor("model.norm.weight").float().to(ops.device),
         head=ops.hold(source.linear("lm_head"), ops.precision.head, float_out=True),
     )
 
 
-def hold_layer(layer: LayerWeights, ops: CudaOps) -> LayerWeights:
-    """A layer's weights as `ops` computes with them."""
+def hold_layer(layer: LayerWeights, ops: CudaOps, *, partial: bool = False) -> LayerWeights:
+    """A layer's weights as `ops` computes with them. partial: both branches are float32, parts of a sum over ranks."""
     ffn = layer.ffn
     return LayerWeights(
         attention_norm=layer.attention_norm.to(ops.device),
-        attention=_attention(layer.attention, ops),
+        attention=_attention(layer.attention, ops, partial),
         ffn_norm=layer.ffn_norm.to(ops.device),
-        ffn=_mlp(ffn, ops) if isinstance(ffn, MlpWeights) else _moe(ffn, ops),
+        ffn=_mlp(ffn, ops, float_out=partial) if isinstance(ffn, MlpWeights) else _moe(ffn, ops),
     )
 
 
-def _attention(weights: AttentionWeights, ops: CudaOps) -> AttentionWeights:
+def _attention(weights: AttentionWeights, ops: CudaOps, partial: bool) -> AttentionWeights:
     """The indexer stays bfloat16: its choices are made of near ties, which coarse weights turn over."""
     kind, indexer = ops.precision.dense, weights.indexer
     if indexer is not None:
@@ -227,7 +251,7 @@ def _attention(weights: AttentionWeights, ops: CudaOps) -> AttentionWeights:
         latent_norm=weights.latent_norm.to(ops.device),
         key_up=ops.hold_heads(weights.key_up.transpose(1, 2)),
         value_up=ops.hold_heads(weights.value_up),
-        o_proj=ops.hold(weights.o_proj, kind),
+        o_proj=ops.hold(weights.o_proj, kind, float_out=partial),
         indexer=indexer,
     )
 

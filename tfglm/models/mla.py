@@ -21,7 +21,8 @@ def attention(
     planes: LayerPlanes,
     selection: Selection | None,
 ) -> tuple[torch.Tensor, Selection]:
-    """The attention branch [R, hidden] of normalised rows x, and the selection it used.
+    """The attention branch [R, hidden] of normalised rows x, and the selection it used. Of a model over several ranks
+    the branch is this rank's heads' part of it, float32.
 
     A layer with an indexer makes its own selection; a shared layer uses the given one, of the nearest full layer below.
     """
@@ -39,7 +40,9 @@ def attention(
         selection = indexer.select(ops, config, weights.indexer, x, q_latent, rope, window, planes.index)
     assert selection is not None, "the first layer has an indexer: ModelConfig refuses anything else"
 
-    queries = ops.linear(q_latent, weights.q_b_proj).unflatten(1, (config.num_attention_heads, -1))
+    if not len(weights.key_up):  # more ranks than heads
+        return torch.zeros_like(x, dtype=torch.float32), selection
+    queries = ops.linear(q_latent, weights.q_b_proj).unflatten(1, (-1, config.qk_head_dim))
     nope, rotary = queries.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=2)
     attended = ops.attend(
         ops.absorb(nope, weights.key_up),

@@ -1,5 +1,8 @@
 """The weights of the trunk, in the shapes the forward pass multiplies by.
 
+Sizes in this module's docstrings are those of one rank that holds everything; of a model over several ranks each has
+its own heads, inner columns and vocabulary rows, and none of them where its share is empty.
+
 Matrices that read the same input are stacked, so that one product serves them. The MTP layer (number
 num_hidden_layers) is not part of the trunk and is not loaded here.
 """
@@ -14,7 +17,7 @@ from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.models.source import Read, Source, as_source
 from tfglm.ops.base import Experts
-from tfglm.ops.exl3_weights import StackedWeight, Weight
+from tfglm.ops.exl3_weights import StackedWeight, Weight, plain
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,17 @@ def load_weights(config: ModelConfig, source: Source | Read) -> ModelWeights:
     """Every tensor of the trunk, each read once. Besides the weights at most three matrices are held at a time."""
     source = as_source(source)
     return ModelWeights(
-        embed=source.tensor("model.embed_tokens.weight"),
+        embed=load_embedding(source),
         layers=tuple(load_layer(config, source, layer) for layer in range(config.num_hidden_layers)),
         norm=_vector(source, "model.norm.weight"),
         head=source.linear("lm_head"),
     )
+
+
+def load_embedding(source: Source) -> torch.Tensor:
+    """The embedding's rows; a rank that holds none gets one of zeros, to look up for every token."""
+    table = plain(source.linear("model.embed_tokens"))
+    return table if len(table) else table.new_zeros(1, table.shape[1])
 
 
 def load_layer(config: ModelConfig, source: Source, layer: int) -> LayerWeights:
@@ -105,8 +114,9 @@ def load_layer(config: ModelConfig, source: Source, layer: int) -> LayerWeights:
 
 
 def _attention(config: ModelConfig, source: Source, prefix: str, full: bool) -> AttentionWeights:
-    kv_b = source.tensor(f"{prefix}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
-    key_up, value_up = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    widths = [config.qk_nope_head_dim, config.v_head_dim]
+    kv_b = plain(source.linear(f"{prefix}.kv_b_proj"))
+    key_up, value_up = kv_b.view(len(kv_b) // sum(widths), sum(widths), kv_b.shape[1]).split(widths, dim=1)
     return AttentionWeights(
         a_proj=_stack(source, f"{prefix}.q_a_proj", f"{prefix}.kv_a_proj_with_mqa"),
         q_norm=_vector(source, f"{prefix}.q_a_layernorm.weight"),

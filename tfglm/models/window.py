@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ import torch
 from tfglm.cache.pages import PAGE, PagePool, Stream
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.ops.base import Span, Window
+from tfglm.ops.group import Fact, Message
 
 
 @dataclass(frozen=True)
@@ -115,3 +116,26 @@ def lay_out(rows: Sequence[Rows]) -> LaidOut:
         wanted=torch.cat(wanted),
         prompt=any(entry.prompt for entry in rows),
     )
+
+
+def to_message(kind: str, rows: LaidOut, facts: Mapping[str, Fact]) -> Message:
+    """A window, laid out on the CPU, for the other ranks; `from_message` gives it back."""
+    window = rows.window
+    spans = [number for span in window.spans for number in (span.start, span.stop, span.position)]
+    arrays = {
+        "tokens": rows.tokens,
+        "positions": window.positions,
+        "slots": window.slots,
+        "pages": window.pages,
+        "stream_of": window.stream_of,
+        "wanted": rows.wanted,
+    }
+    return Message(kind, {**facts, "spans": spans, "prompt": int(rows.prompt)}, arrays)
+
+
+def from_message(message: Message) -> LaidOut:
+    given, numbers = message.arrays, message.facts["spans"]
+    assert isinstance(numbers, Sequence)
+    spans = tuple(Span(*(int(n) for n in numbers[i : i + 3])) for i in range(0, len(numbers), 3))
+    window = Window(given["positions"], given["slots"], given["pages"], given["stream_of"], spans)
+    return LaidOut(given["tokens"], window, given["wanted"], bool(message.facts["prompt"]))

@@ -61,6 +61,8 @@ class CudaOps:
         Weights whose inputs are no multiple of 64 stay bfloat16. float_out: its results are float32.
         """
         matrix = plain(weight)
+        if not matrix.numel():  # of several ranks, one that has no part of it; nobody multiplies by it
+            return matrix.to(self.device)
         if matrix.shape[1] % GROUP:
             kind = "bf16"
         dense = cuda_linear.pack(matrix.to(self.device), kind)
