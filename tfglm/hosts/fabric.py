@@ -194,7 +194,7 @@ def _routes(sysroot: Path) -> list[tuple[str, ipaddress.IPv4Network]]:
     routes = []
     for line in _text(sysroot / "proc/net/route").splitlines()[1:]:
         netdev, destination, gateway, *_, mask = line.split()[:8]
-        network = ipaddress.ip_network((_address(destination), _address(mask)))
+        network = ipaddress.IPv4Network(f"{_address(destination)}/{_address(mask)}")
         if gateway == "00000000" or network.prefixlen == 0:
             routes.append((netdev, network))
     return routes

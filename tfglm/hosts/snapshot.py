@@ -1,7 +1,7 @@
 """Files of a checkpoint folder: that they are all there, the same on every machine, and what their names say they are.
 
-A Hugging Face cache keeps a repository as `snapshots/<revision>/<file>`, links to `blobs/<hash>`: sha256 for large files,
-git's sha1 for small ones. A blob may itself be a link to a place that all repositories share.
+A Hugging Face cache keeps a repository as `snapshots/<revision>/<file>`, links to `blobs/<hash>`: sha256 for large
+files, git's sha1 for small ones. A blob may itself be a link to a place that all repositories share.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,6 +97,36 @@ def bytes_to_fetch(repository: Path, siblings: Iterable[Mapping[str, Any]]) -> i
         if not blob.exists() or blob.stat().st_size != size:
             missing += size
     return missing
+
+
+def copy_from(source: Path, target: Path, *, write: bool = True) -> int:
+    """Make `target` hold what `source` does, contents instead of links; returns the bytes to copy. A file that has the
+    right size and head stays. Files that `source` lacks are left alone.
+
+    Raises OSError with the bytes that are missing when the disk has no room.
+    """
+    here = {file.name: file for file in manifest(target)} if target.is_dir() else {}
+    wanted = [file for file in manifest(source) if here.get(file.name) != file]
+    needed = sum(max(0, file.size) for file in wanted)
+    if not write or not wanted:
+        return needed
+    target.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target).free
+    if free < needed:
+        raise OSError(f"{target} needs {needed} bytes more; {free} are free")
+    for file in wanted:
+        path = target / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        with (source / file.name).open("rb") as taken, partial.open("wb") as written:
+            while chunk := taken.read(_CHUNK):
+                written.write(chunk)
+            written.flush()
+            os.fsync(written.fileno())
+            os.posix_fadvise(taken.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        partial.replace(path)
+    return needed
 
 
 def corrupt(folder: Path, remembered: Path | None = None) -> tuple[list[str], int]:
