@@ -1,0 +1,22 @@
+"""The wires by name."""
+
+from __future__ import annotations
+
+from tfglm.errors import ConfigError
+from tfglm.ranks.control import Control
+from tfglm.ranks.wire import Wire
+
+WIRES = ("gloo",)
+
+
+def open_wire(name: str, control: Control, *, host: str = "", limit_s: float = 300.0) -> Wire:
+    """This rank's end of the wire called `name`. All ranks open theirs at the same time.
+
+    host: this rank's own address for the wire; the address of its control connection if empty. limit_s: how long a
+    gather waits for the other ranks. Raises ConfigError for an unknown name, RanksError when it cannot be connected.
+    """
+    if name == "gloo":
+        from tfglm.ranks.gloo import GlooWire
+
+        return GlooWire(control, host, limit_s)
+    raise ConfigError(f"there is no wire {name!r}; there are {', '.join(WIRES)}")
