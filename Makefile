@@ -21,7 +21,7 @@ test: $(VENV)/.installed-dev
 
 # Compiles every kernel for every supported architecture, without a GPU, and fails where one spills that says it does not.
 kernels: $(VENV)/.installed-dev
-	$(BIN)/python -m tfglm.ops.nvrtc check
+	$(BIN)/tfglm kernels check
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

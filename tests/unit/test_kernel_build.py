@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tfglm.cli.main import main
 from tfglm.ops import nvrtc
 
 try:
@@ -117,3 +118,40 @@ def test_variants_are_read_from_the_header(kernels: Path) -> None:
     (kernels / "many.cu").write_text("//! variant: A=1 B=2\n//! variant:\n" + GOOD)
     assert nvrtc.variants("many") == [{"A": "1", "B": "2"}, {}]
     assert nvrtc.variants("good") == [{}]
+
+
+def test_a_second_build_compiles_nothing(
+    kernels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a start after it: what servers ask for is what was built."""
+    (kernels / "many.cu").write_text("//! variant: A=1 B=2\n//! variant: A=2\n" + GOOD)
+    compiled: list[str] = []
+    compiler = nvrtc._nvrtc
+    monkeypatch.setattr(
+        nvrtc, "_nvrtc", lambda text, name, options: (compiled.append(name), compiler(text, name, options))[1]
+    )
+    command = ["kernels", "build", "--arch", "sm_121", "--arch", "sm_90", "--cache", str(tmp_path / "cache")]
+    assert main(command) == 0
+    assert sorted(compiled) == ["good.cu"] * 2 + ["many.cu"] * 4
+    assert main(command) == 0
+    assert len(compiled) == 6
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in out] == [
+        f"{a}: 3 kernels in {tmp_path / 'cache'}" for a in ("sm_121", "sm_90")
+    ] * 2
+    assert ["3 of them compiled now" in line for line in out] == [True, True, False, False]
+    assert nvrtc.compile("many", "sm_90", {"B": "2", "A": "1"}, tmp_path / "cache").from_cache
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["build", "--arch", "121"], "an architecture such as sm_89, sm_90, sm_120, sm_121 is needed"),
+        (["check", "best"], "no kernel file 'best'; there are good, all"),
+    ],
+)
+def test_a_command_that_names_nothing_there_is(
+    kernels: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert main(["kernels", *words]) == 1
+    assert told in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 NVRTC is called through its C interface: every CUDA build of torch brings the library along, the PyPI wheel
 `nvidia-cuda-nvrtc` holds it alone, and neither a GPU nor a driver is needed to compile. So an image can be prebuilt
-and CI can compile every kernel (`python -m tfglm.ops.nvrtc check`).
+and CI can compile every kernel (`tfglm kernels`).
 
 A kernel file states its own build facts in `//!` lines:
 
@@ -222,6 +222,14 @@ def compile(name: str, arch: str, macros: Mapping[str, str] | None = None, cache
     return Built(name, arch, cubin, log, from_cache=False)
 
 
+def build(arch: str, cache: Path | None = None) -> list[Built]:
+    """Every kernel in every variant for one architecture, from the cache where it has them. Compilations run side by
+    side: NVRTC works outside Python's lock. Raises KernelBuildError."""
+    jobs = [(name, macros) for name in names() for macros in variants(name)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda job: compile(job[0], arch, job[1], cache), jobs))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The check that CI runs
 
@@ -256,7 +264,7 @@ def check(arches: tuple[str, ...] = ARCHES, only: str | None = None, every: bool
     """Compile kernels afresh for `arches`, print their resources, return the number of broken limits.
 
     The first variant of each file stands for the others, which differ in a table or add rare widths; `every` compiles
-    them too. Compilations run side by side: NVRTC works outside Python's lock.
+    them too.
     """
     jobs = [
         (name, macros, arch)
@@ -280,21 +288,3 @@ def _report(name: str, macros: Mapping[str, str], arch: str, usage: Mapping[str,
     for message in broken:
         print(f"FAIL {label}: {message}", flush=True)
     return len(broken)
-
-
-def main(arguments: list[str]) -> int:
-    """`check [NAME | all]` compiles for ARCHES and checks limits; `build ARCH` fills the cache for one architecture."""
-    if arguments[:1] == ["check"] and len(arguments) <= 2:
-        which = arguments[1] if len(arguments) == 2 else None
-        return 1 if check(only=None if which == "all" else which, every=which is not None) else 0
-    if arguments[:1] == ["build"] and len(arguments) == 2:
-        jobs = [(name, macros) for name in names() for macros in variants(name)]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda job: compile(job[0], arguments[1], job[1]), jobs))
-        return 0
-    print("usage: python -m tfglm.ops.nvrtc check [NAME | all] | build ARCH", file=sys.stderr)
-    return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
