@@ -48,7 +48,7 @@ class Settings:
     served_name: str = _setting("", "model name in the API; empty takes the checkpoint folder's name")
     device: str = _setting(
         "auto",
-        "where the model runs; cuda needs compute capability 8.9 and has not been tried end to end, so auto is cpu",
+        "where the model runs; auto takes an NVIDIA GPU of compute capability 8.9 or later, else the CPU",
         choices=("auto", "cpu", "cuda"),
     )
     threads: int = _setting(0, "CPU threads of the forward pass; 0 takes one a core", low=0, high=1024)

@@ -23,12 +23,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     ("asked", "capability", "chosen"),
     [
         ("auto", None, "cpu"),
-        ("auto", (12, 1), "cpu"),
+        ("auto", (12, 1), "cuda"),
+        ("auto", (8, 9), "cuda"),
+        ("auto", (8, 6), "cpu"),
         ("cpu", (12, 1), "cpu"),
         ("cuda", (8, 9), "cuda"),
     ],
 )
-def test_a_gpu_is_taken_when_asked_for(gpu, asked: str, capability: tuple[int, int] | None, chosen: str) -> None:
+def test_a_gpu_is_taken_where_one_can_be_used(gpu, asked: str, capability: tuple[int, int] | None, chosen: str) -> None:
     gpu(capability)
     assert choose_device(asked, "bf16", "bf16", "bf16") == chosen
 
@@ -44,7 +46,7 @@ def test_a_gpu_that_cannot_serve_is_refused_when_asked_for(gpu, capability: tupl
     ("capability", "formats", "words"),
     [
         (None, ("fp8", "bf16", "bf16"), "kv is 'fp8'; supported on device cpu: bf16, fp32"),
-        ((9, 0), ("fp32", "bf16", "bf16"), "kv is 'fp32'; supported on device cuda"),
+        ((9, 0), ("fp32", "bf16", "bf16"), "kv is 'fp32'; supported on device cuda.*--device cpu has it"),
         (None, ("bf16", "q4", "bf16"), "dense is 'q4'"),
         (None, ("bf16", "bf16", "fp8"), "head is 'fp8'"),
     ],

@@ -14,16 +14,19 @@ LEAST_CAPABILITY = (8, 9)
 
 
 def choose_device(device: str, kv: str, dense: str, head: str) -> str:
-    """ "cpu" or "cuda" for a device of "auto", "cpu" or "cuda".
+    """ "cpu" or "cuda" for a device of "auto", "cpu" or "cuda": auto takes a GPU where one can be used.
 
     Raises ConfigError for a GPU that is not there or too old, and for a format that the device does not have.
     """
-    chosen = "cuda" if device == "cuda" else "cpu"
-    if chosen == "cuda" and (problem := _gpu_problem()):
+    problem = "" if device == "cpu" else _gpu_problem()
+    if device == "cuda" and problem:
         raise ConfigError(f"device is 'cuda', but {problem}; supported here: cpu")
-    formats = [kind.value for kind in KvFormat] if chosen == "cuda" else list(DTYPES)
+    chosen = "cpu" if device == "cpu" or problem else "cuda"
+    gpu, cpu = [kind.value for kind in KvFormat], list(DTYPES)
+    formats, others, other = (gpu, cpu, "cpu") if chosen == "cuda" else (cpu, gpu, "cuda")
     if kv not in formats:
-        raise ConfigError(f"kv is {kv!r}; supported on device {chosen}: {', '.join(formats)}")
+        hint = f"; --device {other} has it" if kv in others else ""
+        raise ConfigError(f"kv is {kv!r}; supported on device {chosen}: {', '.join(formats)}{hint}")
     for name, value in (("dense", dense), ("head", head)):
         if chosen == "cpu" and value != "bf16":
             raise ConfigError(f"{name} is {value!r}; a CPU computes with what the checkpoint holds: leave it at bf16")
