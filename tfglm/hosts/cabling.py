@@ -166,5 +166,10 @@ def netplan_of(machine: str, rails: Iterable[Rail], mtu: int) -> dict[str, Any]:
     return {"network": {"version": 2, "ethernets": ports}}
 
 
+def subnet_of(interface: str) -> str:
+    """ "10.0.22.1/24" -> "10.0.22.0/24"."""
+    return str(ipaddress.ip_interface(interface).network)
+
+
 def as_json(rails: Iterable[Rail]) -> list[dict[str, str]]:
     return [asdict(rail) for rail in rails]

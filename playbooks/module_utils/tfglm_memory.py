@@ -1,0 +1,1 @@
+../../tfglm/memory/info.py
