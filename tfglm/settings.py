@@ -152,7 +152,30 @@ class Settings:
         high=64,
         commands=_BOTH,
     )
-    ranks: int = _setting(1, "machines that share one model", low=1, high=8, commands=_PLAN)
+    ranks: int = _setting(
+        1,
+        "ranks that share one model; serve starts those besides its own on this machine",
+        low=1,
+        high=8,
+        commands=_BOTH,
+    )
+    rank: int = _setting(0, "which rank this process is; 0 schedules and serves", low=0, high=7, commands=("engine",))
+    leader: str = _setting(
+        "", "HOST:PORT at which rank 0 waits for the others; the network must be trusted", commands=("engine",)
+    )
+    wire: str = _setting(
+        "auto",
+        "what tensors travel through between ranks; auto is nccl between GPUs, on one machine shared memory, else gloo",
+        choices=("auto", "shared", "gloo", "nccl"),
+    )
+    rank_join_s: float = _setting(300.0, "seconds within which all ranks must have joined", low=1, high=86400)
+    rank_load_s: float = _setting(3600.0, "seconds within which all ranks must have loaded", low=1, high=86400)
+    rank_lost_s: float = _setting(
+        5.0, "seconds without a sign of life after which a rank is lost and all end", low=2, high=600
+    )
+    rank_step_s: float = _setting(
+        300.0, "seconds within which a rank that is alive must have done its part of a forward", low=1, high=86400
+    )
     cp: bool = _setting(
         False, "context parallel: each rank caches every ranks-th token, for one request at a time", commands=_PLAN
     )
@@ -209,8 +232,9 @@ def _refuse_unknown(settings: type[Settings], env: Mapping[str, str]) -> None:
 
 
 def flags(command: str) -> list[dataclasses.Field[Any]]:
-    """The settings that a command takes."""
-    return [f for f in dataclasses.fields(Settings) if command in f.metadata["commands"]]
+    """The settings that a command takes; `engine` serves, too."""
+    names = {command, "serve"} if command == "engine" else {command}
+    return [f for f in dataclasses.fields(Settings) if names & set(f.metadata["commands"])]
 
 
 def help_text(f: dataclasses.Field[Any]) -> str:
