@@ -18,7 +18,7 @@ LEVELS = [
     {"models"},
     {"drafts"},
     {"engine", "ranks", "memory", "quantize"},
-    {"server", "supervisor"},
+    {"server", "supervisor", "checks"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tfglm.checks.errors import CheckError
 from tfglm.cli.chat import reason
-from tfglm.errors import TfglmError
 from tfglm.settings import env_name
 
 if TYPE_CHECKING:
@@ -30,12 +30,6 @@ _CODE = """def total(prices, tax_rate):
 def average(prices, tax_rate):
     return total(prices, tax_rate) / len(prices)
 """
-
-
-class CheckError(TfglmError):
-    """The server cannot be checked."""
-
-    code = "E_CHECK"
 
 
 @dataclass(frozen=True)
