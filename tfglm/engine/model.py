@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from tfglm.cache.pages import Stream
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.window import Rows
+from tfglm.ops.draw import Draw
 
 
 class Model(Protocol):
@@ -35,6 +36,19 @@ class Model(Protocol):
         ...
 
 
-def run(model: Model, window: Sequence[Rows], taps: Taps) -> Passed:
-    """The window through the model, with what `taps` asks for if it asks for anything."""
+@runtime_checkable
+class Drawing(Protocol):
+    """A model that can draw tokens where its logits are, so that they need not come to the sampler."""
+
+    def forward_drawn(self, window: Sequence[Rows], taps: Taps, draws: Sequence[Draw | None]) -> Passed:
+        """`forward_tapped`, and the token after every wanted row that has a Draw. Whether a row has one depends on its
+        request alone, so that its token cannot depend on its neighbours."""
+        ...
+
+
+def run(model: Model, window: Sequence[Rows], taps: Taps, draws: Sequence[Draw | None]) -> Passed:
+    """The window through the model, with what `taps` and `draws` (one a wanted row) ask for, if they ask for anything
+    and the model can draw."""
+    if any(draws) and isinstance(model, Drawing):
+        return model.forward_drawn(window, taps, draws)
     return model.forward_tapped(window, taps) if taps else Passed(model.forward(window), None, {})

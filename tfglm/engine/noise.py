@@ -23,10 +23,8 @@ def gumbel(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
     The greatest of logit + gumbel over a set of tokens is a draw from the softmax of their logits. Seeds are taken
     modulo 2^64. The one hash value in 2^53 whose uniform rounds to 1 gives infinity, which orders like any other value.
     """
-    key = _mix_scalar((seed + _SEED_STEP) & _WORD)
-    key = _mix_scalar(key ^ (position * _POSITION_STEP & _WORD))
     words = ids.astype(np.uint64)
-    words ^= np.uint64(key)
+    words ^= np.uint64(noise_key(seed, position))
     _mix(words)
     words >>= np.uint64(11)
     noise = words.astype(np.float64)
@@ -37,6 +35,12 @@ def gumbel(seed: int, position: int, ids: np.ndarray) -> np.ndarray:
             np.log(noise, out=noise)
             np.negative(noise, out=noise)
     return noise
+
+
+def noise_key(seed: int, position: int) -> int:
+    """What the noise at one position is made from, together with a token's id: 0 to 2^64-1."""
+    key = _mix_scalar((seed + _SEED_STEP) & _WORD)
+    return _mix_scalar(key ^ (position * _POSITION_STEP & _WORD))
 
 
 def derived_seed(prompt: Sequence[int], salt: str) -> int:

@@ -6,8 +6,9 @@ Used by the engine's thread alone; other threads only set `cancelled`.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -31,10 +32,18 @@ from tfglm.engine.api import (
     Usage,
 )
 from tfglm.engine.guess import Guess
-from tfglm.engine.noise import derived_seed
-from tfglm.engine.sampler import TokenCounts, choose, has_penalties, token_logprob
+from tfglm.engine.noise import derived_seed, noise_key
+from tfglm.engine.sampler import (
+    LOWEST_TEMPERATURE,
+    LogitsError,
+    TokenCounts,
+    choose,
+    has_penalties,
+    token_logprob,
+)
 from tfglm.engine.text import ReplyText
 from tfglm.engine.tokenizer import Tokenizer
+from tfglm.ops.draw import Draw
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +141,11 @@ class Reply:
         self.resumed += tokens
         self._send(Progress(self.read, len(self.request.prompt)))
 
-    def chunk_read(self, rows: int, logits: np.ndarray) -> None:
+    def chunk_read(self, rows: int, logits: np.ndarray, drawn: Sequence[int | None] = ()) -> None:
         """Take note of a prompt chunk of `rows` tokens. logits: float32 [rows or 1 or 0, vocab], of its last rows.
 
-        All rows when prompt_logprobs were asked for; else the last row of the last chunk, from which a token follows.
+        All rows when prompt_logprobs were asked for; else the last row of the last chunk, from which a token follows,
+        unless it was drawn already.
         """
         prompt, request = self.request.prompt, self.request
         start, self.read = self.read, self.read + rows
@@ -147,10 +157,43 @@ class Reply:
             return
         if request.prompt_logprobs is not None:
             self._send(PromptLogprobs(tuple(self._prompt_logprobs)))
+        token = drawn[-1] if drawn else None
         if request.max_tokens == 0:
             self.ended = "length"
+        elif token is not None:
+            self.taken(token)
         else:
             self.take(logits[-1])
+
+    def draw(self, ahead: int) -> Draw | None:
+        """How the token is drawn that comes `ahead` tokens after the next one, for a model that can do it; None for a
+        request that asks for more than a Draw says."""
+        request, params = self.request, self.request.sampling
+        if (
+            request.logprobs is not None
+            or request.prompt_logprobs is not None
+            or request.min_tokens
+            or params.logit_bias
+            or has_penalties(params)
+        ):
+            return None
+        greedy = params.temperature == 0 or params.top_k == 1
+        return Draw(
+            temperature=0.0 if greedy else max(params.temperature, LOWEST_TEMPERATURE),
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            log_min_p=math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            key=noise_key(self._seed, len(request.prompt) + len(self.tokens) + ahead),
+            vocabulary=self._vocab_size,
+        )
+
+    def taken(self, token: int) -> int:
+        """Make a token that the model drew part of the reply."""
+        if token < 0:
+            position = len(self.request.prompt) + len(self.tokens)
+            raise LogitsError(f"the best logit at position {position} is not finite; no token can be chosen")
+        self._append(token, None)
+        return token
 
     def take(self, row: np.ndarray) -> int:
         """Draw the next token from its row of logits, float32 [vocab], and make it part of the reply."""

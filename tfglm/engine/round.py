@@ -7,16 +7,16 @@ the token that the reply would draw there anyway, so a draft is kept if it equal
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-import numpy as np
+from functools import partial
 
 from tfglm.engine.drafting import Drafting, Drawn
 from tfglm.engine.model import Model, run
 from tfglm.engine.reply import Reply
 from tfglm.engine.states import PromptStates
 from tfglm.errors import TfglmError
+from tfglm.models.taps import Passed
 from tfglm.models.window import Rows
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ def read_chunk(model: Model, reply: Reply, prefill_rows: int, drafting: Drafting
     tokens = request.prompt[reply.read : reply.read + limit]
     last = reply.read + len(tokens) == len(request.prompt)
     want = len(tokens) if every_row else int(last and request.max_tokens > 0)
-    passed = run(model, [Rows(stream, tokens, want, prompt=True)], drafting.taps)
+    passed = run(model, [Rows(stream, tokens, want, prompt=True)], drafting.taps, [reply.draw(0)] * want)
     with _alone(reply):
-        reply.chunk_read(len(tokens), passed.logits.numpy())
+        reply.chunk_read(len(tokens), passed.logits.numpy(), passed.tokens)
     drafting.read(reply, tokens, passed)
     reply.send_fresh()
     return len(tokens)
@@ -61,17 +61,17 @@ def decode(model: Model, replies: Sequence[Reply], drafting: Drafting) -> int:
     Raises whatever the model raises; a failure while one reply draws its tokens ends that reply alone.
     """
     proposals = drafting.propose(replies)
-    window = []
+    window, draws = [], []
     for reply, drafts in zip(replies, proposals, strict=True):
         assert reply.stream is not None
         window.append(Rows(reply.stream, [reply.tokens[-1], *drafts], 1 + len(drafts)))
-    passed = run(model, window, drafting.taps)
-    logits = passed.logits.numpy()
+        draws += [reply.draw(ahead) for ahead in range(1 + len(drafts))]
+    passed = run(model, window, drafting.taps, draws)
     drawn, start = [], 0
     for reply, rows, drafts in zip(replies, window, proposals, strict=True):
         before = len(reply.tokens)
         with _alone(reply):
-            accept(reply, logits[start : start + rows.want], drafts)
+            accept(reply, partial(_token, reply, passed, start), drafts)
         if drafts:
             rows.stream.truncate(reply.cached)
         drawn.append(Drawn(reply, reply.tokens[before:], start))
@@ -81,17 +81,24 @@ def decode(model: Model, replies: Sequence[Reply], drafting: Drafting) -> int:
     return start
 
 
-def accept(reply: Reply, logits: np.ndarray, drafts: Sequence[int]) -> None:
-    """Draw from row after row for as long as the next row was fed the very token drawn.
+def accept(reply: Reply, token_after: Callable[[int], int], drafts: Sequence[int]) -> None:
+    """Give the reply token after token for as long as the next row was fed the very token that it got.
 
-    logits: float32 [1 + drafts, vocab]. Tokens after the one that ends the reply are never drawn.
+    token_after: draws from a row, 0 to drafts, and makes the token part of the reply. After the one that ends the reply
+    none is.
     """
     reply.drafted += len(drafts)
-    for row, draft in zip(logits, [*drafts, None], strict=True):
-        token = reply.take(row)
+    for row, draft in enumerate([*drafts, None]):
+        token = token_after(row)
         if reply.over or token != draft:
             return
         reply.accepted += 1
+
+
+def _token(reply: Reply, passed: Passed, start: int, row: int) -> int:
+    """The reply's next token, after row `row` of its rows, which begin at `start`."""
+    drawn = passed.tokens[start + row] if passed.tokens else None
+    return reply.take(passed.logits[start + row].numpy()) if drawn is None else reply.taken(drawn)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,13 @@ class Taps:
 
 @dataclass(frozen=True)
 class Passed:
-    """A window after the model. logits float32 [sum of want, vocabulary or more].
+    """A window after the model. logits float32 [sum of want, vocabulary or more]; none where every token was drawn.
 
-    normed [R, hidden] if it was tapped. streams [R, hidden] of each tapped layer, by its number.
+    normed [R, hidden] if it was tapped. streams [R, hidden] of each tapped layer, by its number. tokens: of each wanted
+    row the token that the model drew after it, -1 if none can be; None where it was not asked to.
     """
 
     logits: torch.Tensor
     normed: torch.Tensor | None
     streams: dict[int, torch.Tensor]
+    tokens: Sequence[int | None] = ()
