@@ -13,7 +13,7 @@ from tfglm import __version__
 from tfglm.errors import TfglmError
 
 # Each command is a module with `add_parser(subparsers)` that sets `run`; heavy imports happen inside `run`.
-COMMANDS = ("serve", "plan", "chat", "synth", "inspect", "quantize", "bench", "check", "kernels")
+COMMANDS = ("serve", "engine", "plan", "rank", "chat", "synth", "inspect", "quantize", "bench", "check", "kernels")
 
 
 def build_parser() -> argparse.ArgumentParser:

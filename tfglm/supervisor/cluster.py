@@ -88,6 +88,7 @@ class Limits:
     health: float = fact(
         "that /health of a serving rank 0 may fail before its engine counts as hung", 60.0, low=1, high=3600
     )
+    step: float = fact("for one forward of the engine, before it counts as hung", 300.0, low=1, high=86400)
     stop: float = fact("an engine gets to end beyond the setting drain_s, before it is killed", 10.0, low=0, high=600)
     attempts: int = fact("failed starts in a row after which the service gives up", 5, low=1, high=1000)
     backoff: float = fact("before the second attempt; doubles with each further one", 5.0, low=0, high=3600)
@@ -217,9 +218,11 @@ def _check_settings(cluster: Cluster, where: str) -> None:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{where}: settings: there is no setting {shown(name)}{hint}")
     try:
-        cluster.tfglm_settings()
+        settings = cluster.tfglm_settings()
     except ConfigError as error:
         raise ConfigError(f"{where}: settings: {error.message}") from None
+    if not settings.port:
+        raise ConfigError(f"{where}: settings: port is 0; the service needs one that is known beforehand")
 
 
 def _different(values: list[str], where: str) -> None:
