@@ -1,8 +1,9 @@
 """One rank without a model, as a process of its own: it sums what rank 0 tells it to, and says what happens to it.
 
-Run with one argument, a JSON object: rank, ranks, port, host, facts, wire, phase ("busy": sums without end; "idle":
-three sums, then nothing; "done": three sums, then an orderly end), stand ({"rank": seconds}: so long in the fourth
-sum), limit_s, lost_s, step_s, settings. Each line it prints is a JSON object with "event" and "at" (system-wide seconds).
+Run with one argument, a JSON object: rank, ranks, port, host, facts, wire, phase, stand ({"rank": seconds}: so long in
+the fourth sum), limit_s, lost_s, step_s, settings. Phases: "busy" sums without end, "idle" sums three times and then
+waits, "done" sums three times and ends. Each line it prints is a JSON object with "event" and "at" (seconds of one
+clock).
 """
 
 import json

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 from tfglm.errors import RankMismatch, RankNeverCame, RanksError
 from tfglm.ranks.link import Link
@@ -27,16 +27,33 @@ log = logging.getLogger(__name__)
 _ERRORS = {error.__name__: error for error in (RanksError, RankMismatch, RankNeverCame)}
 _MAX_WAITING = 1024  # messages that a follower may lag behind rank 0
 _PROGRESS_S = 5.0
+_SLOWEST_BYTES_S = 20e6  # a wire that carries less is no use to anybody
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. A rank is lost when nothing was heard of it for `lost_s`; it is stuck when it has not finished a message
-    of rank 0 within `step_s`, however alive it is otherwise."""
+    """Seconds. A rank is lost when nothing was heard of it for `lost_s`; it does not get on when it has not finished a
+    message of rank 0 within `step_s`, however alive it is otherwise. A gather that every rank has come to is broken
+    when it is not over in `gather_s`, and the time its bytes may take."""
 
     beat_s: float = 1.0
     lost_s: float = 5.0
     step_s: float = 300.0
+    gather_s: float = 4.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a rank is: the last message it has finished, the gathers it has come to and left, and the bytes that the
+    last of them brings it. This rank's own changes with every gather."""
+
+    done: int = 0
+    came: int = 0
+    left: int = 0
+    bytes: int = 0
+
+
+_PROGRESS_FIELDS = [field.name for field in fields(Progress)]
 
 
 class Control:
@@ -59,13 +76,15 @@ class Control:
         self.timing = timing or Timing()
         self._links = dict(links)
         self._changed = threading.Condition()
+        self._ending = False
         self._failure: RanksError | None = None
         self._on_failure: list[Callable[[RanksError], None]] = []
         self._inbox: deque[Frame] = deque()
         self._board: dict[str, bytes] = {}
         self._announced: deque[tuple[int, str, float]] = deque()
-        self._done: dict[int, int] = dict.fromkeys(self._links, 0)
-        self._own_done = 0
+        self._own = Progress()
+        self._progress = {other: Progress() for other in self._links} | {rank: self._own}
+        self._all_came: tuple[int, float] = (0, 0.0)
         self._stopped = False
         self._closed = False
         self._over = False
@@ -100,18 +119,20 @@ class Control:
         call(failure)
 
     def fail(self, error: RanksError) -> None:
-        """End all ranks with this error, unless they have ended. Returns at once."""
+        """End all ranks with this error, unless they have ended. Waits for no other rank."""
         with self._changed:
-            if self._failure is not None or self._closed:
+            if self._ending or self._closed:
                 return
-            self._failure = error
-            calls = list(self._on_failure)
-            self._changed.notify_all()
-        if not self._stopped:
-            log.error("%s", error)
+            self._ending = True
+        log.error("%s", error)
+        # The others first: as soon as this rank's own threads know, its process may be gone.
         frame = failed_frame(error)
         for link in self._links.values():
             link.send_now(frame, wait_s=0.2)
+        with self._changed:
+            self._failure = error
+            calls = list(self._on_failure)
+            self._changed.notify_all()
         for call in calls:
             call(error)
         for link in self._links.values():
@@ -145,7 +166,16 @@ class Control:
 
     def done(self, number: int) -> None:
         """A follower: message `number` and all before it are finished. Rank 0 hears it with the next beat."""
-        self._own_done = number
+        self._own.done = number
+
+    def came(self, size: int) -> None:
+        """This rank comes to its next gather, of `size` bytes in all."""
+        self._own.bytes = size
+        self._own.came += 1
+
+    def left(self) -> None:
+        """This rank has left it, with everybody's part."""
+        self._own.left = self._own.came
 
     def post(self, key: str, value: bytes) -> None:
         """Put a value where every rank can read it."""
@@ -225,7 +255,7 @@ class Control:
                 if now >= next_beat:
                     next_beat = now + self.timing.beat_s
                     for link in self._links.values():
-                        link.beat({"done": self._own_done})
+                        link.beat(asdict(self._own))
                     self._look(now)
 
     def _read(self, rank: int) -> None:
@@ -249,7 +279,7 @@ class Control:
     def _take(self, rank: int, frame: Frame) -> None:
         facts = frame.facts
         if frame.kind == "beat":
-            self._done[rank] = max(self._done[rank], int(facts.get("done", 0)))
+            self._progress[rank] = Progress(*(int(facts.get(name, 0)) for name in _PROGRESS_FIELDS))
         elif frame.kind == "failed":
             self.fail(error_of(frame))
         elif frame.kind == "posted":
@@ -288,18 +318,37 @@ class Control:
             if silent > self.timing.lost_s:
                 self.fail(RanksError(f"rank {rank} ({link.peer}) has not been heard of for {silent:.1f} s"))
                 return
+        if self.rank == 0:
+            self._look_at_messages(now)
+            self._look_at_gathers(now)
+
+    def _look_at_messages(self, now: float) -> None:
+        done = {rank: self._progress[rank].done for rank in self._links}
         with self._changed:
-            while self._announced and min(self._done.values()) >= self._announced[0][0]:
+            while self._announced and min(done.values()) >= self._announced[0][0]:
                 self._announced.popleft()
             if not self._announced or now - self._announced[0][2] <= self.timing.step_s:
                 return
             number, kind, since = self._announced[0]
-        rank = min(rank for rank, done in self._done.items() if done < number)
-        self.fail(
-            RanksError(
-                f"rank {rank} is alive, but has not finished message {number} ({kind}) after {now - since:.0f} s"
-            )
-        )
+        rank = min(rank for rank in done if done[rank] < number)
+        what = f"has not finished message {number} ({kind}) after {now - since:.0f} s"
+        self.fail(RanksError(f"rank {rank} is alive, but {what}"))
+
+    def _look_at_gathers(self, now: float) -> None:
+        """Are all ranks in one gather, all alive, and does it not end? Then it is the wire that is broken, say a cable
+        between two followers, which no beat runs over."""
+        progress = self._progress
+        gather = min(one.came for one in progress.values())
+        if gather > self._all_came[0]:
+            self._all_came = (gather, now)
+        inside = [rank for rank, one in progress.items() if one.left < gather]
+        if not inside or any(now - link.heard > 2.5 * self.timing.beat_s for link in self._links.values()):
+            return
+        waited = now - self._all_came[1]
+        if waited > self.timing.gather_s + max(one.bytes for one in progress.values()) / _SLOWEST_BYTES_S:
+            names = ", ".join(str(rank) for rank in inside)
+            what = f"still wait in gather {gather} {waited:.1f} s after all ranks have come to it"
+            self.fail(RanksError(f"ranks {names} {what}: what carries it between them is broken"))
 
     def _missing(self, what: str) -> list[int]:
         return [rank for rank in range(self.ranks) if f"meet/{what}/{rank}" not in self._board]

@@ -16,32 +16,12 @@ import torch
 import torch.distributed as dist
 
 from tfglm.errors import RanksError
+from tfglm.ranks.board import Board
 from tfglm.ranks.control import Control
 from tfglm.ranks.staging import Staging
 
 _TURN = timedelta(milliseconds=100)
 _CONNECT_S = 30.0
-
-
-class _Board(dist.Store):  # type: ignore[name-defined, misc]
-    """What gloo's ends tell each other to connect, over the connections that the ranks already have."""
-
-    def __init__(self, control: Control) -> None:
-        super().__init__()
-        self._control = control
-
-    def set(self, key: str, value: bytes | str | list[int]) -> None:
-        self._control.post(f"gloo/{key}", value.encode() if isinstance(value, str) else bytes(value))
-
-    def get(self, key: str) -> bytes:
-        return self._control.read(f"gloo/{key}", _CONNECT_S)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self.get(key)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._control.has([f"gloo/{key}" for key in keys])
 
 
 class GlooWire:
@@ -65,7 +45,7 @@ class GlooWire:
         options._timeout = timedelta(seconds=_CONNECT_S)
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            self._group = dist.ProcessGroupGloo(_Board(control), self.rank, self.ranks, options)
+            self._group = dist.ProcessGroupGloo(Board(control, "gloo"), self.rank, self.ranks, options)
         except RuntimeError as error:
             control.check()
             raise RanksError(f"rank {self.rank} cannot connect to the others from {host}: {error}") from error

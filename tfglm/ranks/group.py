@@ -112,8 +112,11 @@ class RankGroup:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """[ranks, *shape]. Raises RanksError, naming what ended the ranks."""
+        self._control.came(self.ranks * part.numel() * part.element_size())
         try:
-            return self._wire.gather(part)
+            gathered = self._wire.gather(part)
+            self._control.left()
+            return gathered
         except RanksError as error:
             self._control.failure(_REASON_S)
             self._control.fail(error)

@@ -6,17 +6,25 @@ from tfglm.errors import ConfigError
 from tfglm.ranks.control import Control
 from tfglm.ranks.wire import Wire
 
-WIRES = ("gloo",)
+WIRES = ("gloo", "shared", "nccl")
 
 
 def open_wire(name: str, control: Control, *, host: str = "", limit_s: float = 300.0) -> Wire:
     """This rank's end of the wire called `name`. All ranks open theirs at the same time.
 
-    host: this rank's own address for the wire; the address of its control connection if empty. limit_s: how long a
+    host: this rank's own address for gloo; the address of its control connection if empty. limit_s: how long a
     gather waits for the other ranks. Raises ConfigError for an unknown name, RanksError when it cannot be connected.
     """
     if name == "gloo":
         from tfglm.ranks.gloo import GlooWire
 
         return GlooWire(control, host, limit_s)
+    if name == "shared":
+        from tfglm.ranks.shared import SharedWire
+
+        return SharedWire(control, limit_s)
+    if name == "nccl":
+        from tfglm.ranks.nccl import NcclWire
+
+        return NcclWire(control, limit_s)
     raise ConfigError(f"there is no wire {name!r}; there are {', '.join(WIRES)}")

@@ -1,0 +1,66 @@
+"""A wire between GPUs, by torch.distributed's NCCL. Works on the current stream, and inside a captured CUDA graph.
+
+Unlike the wires through host memory, `gather` returns before the data has come. After an abort NCCL's kernels end
+and what they leave is void: whoever reads a result on the host asks the control (`check`) after waiting for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tfglm.errors import ConfigError, RanksError
+from tfglm.ranks.board import Board
+from tfglm.ranks.control import Control
+from tfglm.ranks.staging import as_bytes
+
+
+class NcclWire:
+    """One rank's end, on the current CUDA device. All ranks make theirs at the same time, each on a GPU of its own.
+
+    Raises ConfigError without a GPU or NCCL, RanksError when the ranks cannot be connected.
+    """
+
+    capturable = True
+
+    def __init__(self, control: Control, limit_s: float = 300.0) -> None:
+        if not torch.cuda.is_available() or not dist.is_nccl_available():
+            raise ConfigError("the wire nccl needs an NVIDIA GPU and a CUDA build of torch; gloo and shared do not")
+        self.rank = control.rank
+        self.ranks = control.ranks
+        self._aborted: str | None = None
+        self._ending = threading.Lock()
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=limit_s)
+        try:
+            self._group = dist.ProcessGroupNCCL(Board(control, "nccl"), self.rank, self.ranks, options)
+            # NCCL connects at the first use; nothing that is slow or can fail is left for the first prompt.
+            self.gather(torch.zeros(1, device="cuda"))
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            control.check()
+            raise RanksError(f"rank {self.rank} cannot connect to the others through NCCL: {error}") from error
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._aborted is not None:
+            raise RanksError(self._aborted)
+        data = as_bytes(tensor)
+        gathered = torch.empty(self.ranks * data.numel(), dtype=torch.uint8, device=tensor.device)
+        if data.numel() > 0:
+            try:
+                self._group._allgather_base(gathered, data).wait()  # type: ignore[attr-defined]
+            except RuntimeError as error:
+                raise RanksError(self._aborted or f"rank {self.rank} lost the others: {error}") from error
+        return gathered.view(tensor.dtype).reshape(self.ranks, *tensor.shape)
+
+    def abort(self, reason: str) -> None:
+        with self._ending:
+            if self._aborted is None:
+                self._aborted = reason
+                self._group.abort()
+
+    def close(self) -> None:
+        self.abort("the wire is closed")
