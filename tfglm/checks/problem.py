@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def id(self) -> str:
-        return f"{self.category}/{self.level}/{self.number}"
+        return f"{self.category}/{self.kind}/{self.level}/{self.number}"
 
 
 def user(text: str) -> Json:

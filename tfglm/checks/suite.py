@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from tfglm.checks import arithmetic, ledger, needle, python, questions, structured, tools
@@ -76,3 +77,12 @@ def suite(categories: Sequence[str], levels: Sequence[int], count: int, seed: in
 def training_needle(number: int, level: int) -> Problem:
     """A needle in a short text (see needle.make); its length doubles with every level."""
     return draw("needle", needle.make, number, level)
+
+
+def tool_calls(levels: Sequence[int], count: int, seed: int) -> Iterator[Problem]:
+    """`count` problems a kind of tool call and level, from the test set."""
+    for kind in tools.KINDS:
+        for level in levels:
+            for at in range(count):
+                number = seed * A_SEED + at
+                yield draw(f"tools {kind}", partial(tools.of_kind, kind=kind), number, level)

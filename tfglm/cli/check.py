@@ -1,4 +1,7 @@
-"""`tfglm check exact URL`: whether a running server's drafted replies are its serial ones, alone and together."""
+"""`tfglm check exact URL`: whether a running server's drafted replies are its serial ones, alone and together.
+
+The checks of what a model knows (`needle`, `quality`, `tools`) are in tfglm.cli.check_suite.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tfglm.checks.errors import CheckError
+from tfglm.cli import check_suite
 from tfglm.cli.chat import reason
 from tfglm.settings import env_name
 
@@ -89,6 +93,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     exact.add_argument("--model", help="model to ask for (default: the one that is served)")
     exact.add_argument("--api-key", help=f"key to send (default: {env_name('api_key')})")
     exact.set_defaults(run=run)
+    check_suite.add_parsers(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
