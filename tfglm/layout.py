@@ -76,6 +76,15 @@ class Placement(Enum):
     BY_EXPERT = "expert"
 
 
+def run_of(size: int, unit: int, ranks: int, rank: int, first_larger: int = 0) -> tuple[int, int]:
+    """(start, stop) of a rank's part of `size` things that are cut between whole units only. first_larger: the first
+    rank that holds a unit more than others, where they do not divide evenly."""
+    each, extra = divmod(-(-size // unit), ranks)
+    start = sum(each + ((r - first_larger) % ranks < extra) for r in range(rank))
+    stop = start + each + ((rank - first_larger) % ranks < extra)
+    return min(start * unit, size), min(stop * unit, size)
+
+
 class Sizes(Protocol):
     """What of a model's configuration the cut is made of."""
 
@@ -139,12 +148,7 @@ class Layout:
         layer: the checkpoint's layer number. expert: matters for ROUTED under BY_EXPERT only. A rank's share is empty
         where there are fewer units than ranks.
         """
-        size, unit = self.size(family), UNIT[family]
-        first_larger = self._rotation(family, layer, expert)
-        each, extra = divmod(-(-size // unit), self.ranks)
-        start = sum(each + ((r - first_larger) % self.ranks < extra) for r in range(rank))
-        stop = start + each + ((rank - first_larger) % self.ranks < extra)
-        return min(start * unit, size), min(stop * unit, size)
+        return run_of(self.size(family), UNIT[family], self.ranks, rank, self._rotation(family, layer, expert))
 
     def largest(self, family: Family) -> int:
         """The largest share of any rank in any layer: what a buffer must hold."""

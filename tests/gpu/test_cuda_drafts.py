@@ -88,7 +88,7 @@ def first_rows(drafter: Any, model: Glm53) -> torch.Tensor:
     passed = model.forward_tapped([Rows(stream, TEXT[:40], 1)], drafter.taps)
     drafter.read([Kept(context, TEXT[:40], 0)], passed)
     if isinstance(drafter, MtpDrafter):
-        return drafter._mtp.absorb([Rows(context.stream, [TEXT[40]], 1)], torch.cat(context.hidden)).logits.cpu()
+        return drafter.rows.absorb([Rows(context.stream, [TEXT[40]], 1)], [context.number]).logits.cpu()
     assert isinstance(drafter, BlockDrafter)
     return drafter._model.fill([(context, TEXT[40])])[0].float().cpu()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,9 +73,15 @@ class ThreadGroup:
 Loader = Callable[[Checkpoint, ThreadGroup], Glm53]
 
 
+Handlers = Callable[[Checkpoint, Glm53], Mapping[str, Callable[[Message], None]]]
+
+
 @contextmanager
-def spread(checkpoint: Checkpoint, ranks: int, load: Loader | None = None, **options: Any) -> Iterator[list[Glm53]]:
-    """The models of all ranks, rank 0's first: a forward of that one is one of all. options: of load_model."""
+def spread(
+    checkpoint: Checkpoint, ranks: int, load: Loader | None = None, handlers: Handlers | None = None, **options: Any
+) -> Iterator[list[Glm53]]:
+    """The models of all ranks, rank 0's first: a forward of that one is one of all. handlers: what the others follow
+    besides forwards. options: of load_model."""
     meeting = Meeting(ranks)
     models: list[Glm53 | None] = [None] * ranks
     failures: list[BaseException] = []
@@ -93,8 +99,9 @@ def spread(checkpoint: Checkpoint, ranks: int, load: Loader | None = None, **opt
     def follow(rank: int) -> None:
         try:
             model = loading(rank)
+            known = {"forward": model.follow_forward, **(handlers(checkpoint, model) if handlers else {})}
             while (message := meeting.messages[rank].get()) is not None:
-                model.follow_forward(message)
+                known[message.kind](message)
         except BaseException as error:
             failures.append(error)
             meeting.barrier.abort()

@@ -234,7 +234,7 @@ def drafted(drafter: MtpDrafter, context: object) -> Draft:
 def test_on_kept_pages_a_stream_drafts_as_if_it_had_read_them(models: tuple[Glm53, Mtp], late: bool) -> None:
     """late: the pages are taken over after the context was opened, as when another request reads the same prompt."""
     model, mtp = models
-    drafter = MtpDrafter(mtp)
+    drafter = MtpDrafter(model, mtp)
     tokens = torch.randint(0, 1500, (PAGE + 40,), generator=torch.Generator().manual_seed(8)).tolist()
     first = model.open_stream()
     context = drafter.open(first)

@@ -7,7 +7,7 @@ the number of committed rows of a stream, which is the position of its pending t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,9 @@ import numpy as np
 
 from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import Stream
+from tfglm.models.glm53 import Glm53
 from tfglm.models.taps import Passed, Taps
+from tfglm.ops.group import Message
 
 Draw = Callable[[np.ndarray, np.ndarray, int], tuple[int, float]]
 """The target's own choice from a drafter's candidates: (ids int64 [n] ascending, values float [n], ahead) -> (token,
@@ -109,4 +111,9 @@ class Drafter(Protocol):
 
     def close(self, context: Any) -> None:
         """Forget a stream."""
+        ...
+
+    def handlers(self, model: Glm53) -> Mapping[str, Callable[[Message], None]]:
+        """What the same drafter does on the other ranks, beside their `model`, by the kind of message in which rank
+        0's announces it."""
         ...

@@ -3,6 +3,9 @@
 Papers: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147). For every committed row the target's tapped streams become
 one row c = norm(fc(streams)), from which every layer takes keys and values; a block of the pending token and masks
 attends to them and to itself.
+
+Over ranks each has some of the key-value heads with their queries, and columns of the MLP; what depends on no column
+but its own is on all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from tfglm.drafts.block_config import BlockConfig
+from tfglm.layout import run_of
+from tfglm.models.split import Vocabulary
 from tfglm.ops.base import Ops
+from tfglm.ops.group import Alone
 
 Tensors = dict[str, torch.Tensor]
 Convolution = Callable[[torch.Tensor], torch.Tensor]
@@ -22,28 +28,44 @@ Convolution = Callable[[torch.Tensor], torch.Tensor]
 @dataclass
 class BlockContext:
     """Keys and values of the last `window` committed rows of a stream, as rings [layers, window, kv heads, head_dim];
-    length: committed rows."""
+    length: committed rows. number: the stream's, on all ranks."""
 
+    number: int
     keys: torch.Tensor
     values: torch.Tensor
     length: int = 0
 
 
+_CUT_AXIS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
+    **dict.fromkeys(("o_proj", "down_proj"), 1),
+}
+
 HOST_TABLES = ("markov_head.", "confidence_head.", "candidate_selector.predecessor", "candidate_selector.successor")
 """Tensors that are read on the host, a few rows at a time."""
 
 
+MLP_UNIT = 64
+"""Columns of the MLP that stay together: a group of the 4-bit formats."""
+
+
 class BlockModel:
-    """Backbone of a block drafter over the target's embedding, on the embedding's device. dtype: of the rings."""
+    """Backbone of a block drafter over the target's embedding, on the embedding's device. dtype: of the rings.
+    vocabulary: how embedding and head are spread over ranks, None for one rank. tensors: whole, whatever the rank."""
 
     def __init__(
-        self, config: BlockConfig, tensors: Tensors, embed: torch.Tensor, ops: Ops, dtype: torch.dtype
+        self,
+        config: BlockConfig,
+        tensors: Tensors,
+        embed: torch.Tensor,
+        ops: Ops,
+        dtype: torch.dtype,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.config = config
+        self.vocabulary = vocabulary or Vocabulary(Alone(), ((0, embed.shape[0]),))
         self._device = embed.device
-        self.tensors = {
-            name: tensor if name.startswith(HOST_TABLES) else self._placed(tensor) for name, tensor in tensors.items()
-        }
+        self.tensors = {name: self._placed(name, tensor) for name, tensor in tensors.items()}
         self._embed = embed
         self._ops = ops
         self._dtype = dtype
@@ -51,16 +73,42 @@ class BlockModel:
         self._frequencies = 1.0 / config.rope_theta**half
         self._vectors = {name: tensor.float() for name, tensor in self.tensors.items() if tensor.dim() == 1}
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where it is multiplied; a GPU's linears take bfloat16."""
+    def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part, where it is multiplied; a GPU's linears take bfloat16. Drafts are chosen on rank 0, which
+        alone needs the tables for it."""
+        if name.startswith(HOST_TABLES):
+            return tensor if self.vocabulary.group.rank == 0 else torch.empty(0)
         as_stored = self._device.type == "cpu" or tensor.dim() == 1
-        return tensor.to(self._device, tensor.dtype if as_stored else torch.bfloat16)
+        return self._part(name, tensor).to(self._device, tensor.dtype if as_stored else torch.bfloat16)
 
-    def open(self) -> BlockContext:
-        config = self.config
-        shape = (config.num_hidden_layers, config.window, config.num_key_value_heads, config.head_dim)
+    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Rows of q, k, v, gate and up, columns of o and down; everything else whole."""
+        group, config = self.vocabulary.group, self.config
+        linear = name.rpartition(".weight")[0].rpartition(".")[2]
+        if group.ranks == 1 or linear not in _CUT_AXIS:
+            return tensor
+        axis, things, unit = _CUT_AXIS[linear], config.num_key_value_heads, 1
+        if linear in ("gate_proj", "up_proj", "down_proj"):
+            things, unit = config.intermediate_size, MLP_UNIT
+        start, stop = (edge * tensor.shape[axis] // things for edge in run_of(things, unit, group.ranks, group.rank))
+        return tensor.narrow(axis, start, stop - start).clone()
+
+    def _sum(self, part: torch.Tensor) -> torch.Tensor:
+        group = self.vocabulary.group
+        return part if group.ranks == 1 else group.sum(part.float()).to(part.dtype)
+
+    def _row_parallel(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """This rank's columns of x through its columns of a matrix, and the sum of all ranks'."""
+        weight = self.tensors[name]
+        part = self._ops.linear(x, weight) if weight.shape[1] else x.new_zeros(len(x), weight.shape[0])
+        return self._sum(part)
+
+    def open(self, number: int) -> BlockContext:
+        config, group = self.config, self.vocabulary.group
+        first, last = run_of(config.num_key_value_heads, 1, group.ranks, group.rank)
+        shape = (config.num_hidden_layers, config.window, last - first, config.head_dim)
         keys, values = (torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2))
-        return BlockContext(keys, values)
+        return BlockContext(number, keys, values)
 
     def extend(self, parts: Sequence[tuple[BlockContext, torch.Tensor]]) -> None:
         """Add committed rows to contexts: streams [rows, taps * hidden] each, as they follow the rows known so far.
@@ -95,7 +143,7 @@ class BlockModel:
         first = torch.tensor([context.length for context, _ in asked], device=self._device)
         positions = (first[:, None] + torch.arange(size, device=self._device)).flatten()
         visible = [self._visible(context) for context, _ in asked]
-        x = ops.embed(self._embed, tokens)
+        x = self.vocabulary.embed(ops, self._embed, tokens)
         for layer in range(config.num_hidden_layers):
             prefix = f"layers.{layer}."
             n = self._norm(x, f"{prefix}input_layernorm.weight")
@@ -103,9 +151,9 @@ class BlockModel:
             x = x + finish(self._attend(layer, n, positions, [context for context, _ in asked], visible))
             n = self._norm(x, f"{prefix}post_attention_layernorm.weight")
             n, finish = self._convolve(f"{prefix}mlp_conv", n)
-            gate, up = (ops.linear(n, self.tensors[f"{prefix}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-            hidden = ops.swiglu(torch.cat([gate, up], dim=1))
-            x = x + finish(ops.linear(hidden, self.tensors[f"{prefix}mlp.down_proj.weight"]))
+            gate, up = (self._columns(n, f"{prefix}mlp.{name}_proj.weight") for name in ("gate", "up"))
+            hidden = ops.swiglu(torch.cat([gate, up], dim=1)) if gate.shape[1] else gate
+            x = x + finish(self._row_parallel(hidden, f"{prefix}mlp.down_proj.weight"))
         return self._norm(x, "norm.weight").unflatten(0, (len(asked), size))
 
     def _visible(self, context: BlockContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +190,7 @@ class BlockModel:
             scores = queries[own].float().transpose(0, 1) @ k.transpose(1, 2) * config.head_dim**-0.5
             scores = scores.masked_fill(torch.cat([hidden, later], dim=1), float("-inf"))
             out.append((torch.softmax(scores, dim=-1) @ v).transpose(0, 1).flatten(1))
-        return self._ops.linear(torch.cat(out).to(n.dtype), self.tensors[f"{prefix}o_proj.weight"])
+        return self._row_parallel(torch.cat(out).to(n.dtype), f"{prefix}o_proj.weight")
 
     def _keys_and_values(
         self, layer: int, x: torch.Tensor, positions: torch.Tensor
@@ -152,10 +200,17 @@ class BlockModel:
         return self._rotate(keys, positions), self._heads(x, f"{prefix}v_proj.weight")
 
     def _heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """x through a projection: [rows, heads, head_dim]."""
-        return self._ops.linear(x, self.tensors[name]).unflatten(1, (-1, self.config.head_dim))
+        """x through a projection: [rows, heads of this rank, head_dim]."""
+        heads = self.tensors[name].shape[0] // self.config.head_dim
+        return self._columns(x, name).unflatten(1, (heads, self.config.head_dim))
+
+    def _columns(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.tensors[name]
+        return self._ops.linear(x, weight) if weight.shape[0] else x.new_empty(len(x), 0)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if not x.numel():
+            return x
         flat = self._ops.rms_norm(x.flatten(0, -2), self._vectors[name], self.config.rms_norm_eps)
         return flat.view(x.shape)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 
 import numpy as np
 import torch
@@ -12,9 +13,11 @@ from tfglm.cache.pages import Stream
 from tfglm.drafts.base import Ask, Draft, Kept
 from tfglm.drafts.block import BlockContext, BlockModel
 from tfglm.drafts.candidates import best_candidates
+from tfglm.models.glm53 import Glm53
 from tfglm.models.taps import Passed, Taps
 from tfglm.ops.base import Ops
 from tfglm.ops.exl3_weights import Weight
+from tfglm.ops.group import Message, together
 
 
 class BlockDrafter(ABC):
@@ -27,41 +30,85 @@ class BlockDrafter(ABC):
         self.taps = Taps(layers=model.config.layers)
         self.planes = ()
         self._model = model
+        self._group = model.vocabulary.group
         self._head = head
         self._ops = ops
         self._candidates = candidates
+        self._numbers = count()
+        self._contexts: dict[int, BlockContext] = {}
+        self._closed: list[int] = []
+
+    # ---- rank 0, which alone chooses drafts
 
     def open(self, stream: Stream) -> BlockContext:
         """Positions count from the first row that is read: those before it are unknown, and only distances matter."""
-        return self._model.open()
+        return self._context(next(self._numbers))
 
     def close(self, context: BlockContext) -> None:
-        context.keys = context.values = torch.empty(0)
+        """The other ranks learn of it with the next rows."""
+        self._contexts.pop(context.number, None)
+        self._closed.append(context.number)
 
-    @torch.inference_mode()
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:
-        streams = [passed.streams[layer] for layer in self.taps.layers]
-        window = self.config.window
-        parts = []
-        for part in kept:
-            stop = part.start + len(part.tokens)
-            skipped = max(0, len(part.tokens) - window)
-            part.context.length += skipped
-            rows = [stream[part.start + skipped : stop] for stream in streams]
-            parts.append((part.context, torch.cat(rows, dim=1)))
-        self._model.extend(parts)
+        parts = [(part.context.number, part.start, part.start + len(part.tokens)) for part in kept]
+        numbers = [number for part in parts for number in part]
+        with together(self._group, Message("block_extend", {"parts": numbers, "closed": self._closed})):
+            self._closed = []
+            self._extend(parts, passed)
 
-    @torch.inference_mode()
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
-        hidden = self._model.fill([(ask.context, ask.pending) for ask in asks])
-        used = hidden[:, self.config.block_size - self.most :]
-        logits = self._ops.linear(used.flatten(0, 1), self._head)
+        numbers, pending = [ask.context.number for ask in asks], [ask.pending for ask in asks]
+        with together(self._group, Message("block_fill", {"numbers": numbers, "pending": pending})):
+            used, logits = self._fill(numbers, pending)
         ids, values = best_candidates(logits, self._candidates)
         drafts = []
         for number, ask in enumerate(asks):
             slots = slice(number * self.most, (number + 1) * self.most)
             drafts.append(self._walk(ask, used[number], ids[slots], values[slots]))
         return drafts
+
+    # ---- other ranks
+
+    def handlers(self, model: Glm53) -> Mapping[str, Callable[[Message], None]]:
+        def extend(message: Message) -> None:
+            for number in message.integers("closed"):
+                self._contexts.pop(number, None)
+            numbers, passed = message.integers("parts"), model.followed
+            assert passed is not None, "rows are read after they went through the model"
+            self._extend([(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)], passed)
+
+        def fill(message: Message) -> None:
+            self._fill(message.integers("numbers"), message.integers("pending"))
+
+        return {"block_extend": extend, "block_fill": fill}
+
+    # ---- all ranks
+
+    def _context(self, number: int) -> BlockContext:
+        if number not in self._contexts:
+            self._contexts[number] = self._model.open(number)
+        return self._contexts[number]
+
+    @torch.inference_mode()
+    def _extend(self, kept: Sequence[tuple[int, int, int]], passed: Passed) -> None:
+        """kept: a stream's number, and (start, stop) of its rows in the window."""
+        streams = [passed.streams[layer] for layer in self.taps.layers]
+        parts = []
+        for number, start, stop in kept:
+            context = self._context(number)
+            skipped = max(0, stop - start - self.config.window)
+            context.length += skipped
+            parts.append((context, torch.cat([stream[start + skipped : stop] for stream in streams], dim=1)))
+        self._model.extend(parts)
+
+    @torch.inference_mode()
+    def _fill(self, numbers: Sequence[int], pending: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [streams, most, hidden] of the slots that draft, and their logits [streams * most, vocabulary]."""
+        asked = [(self._context(number), token) for number, token in zip(numbers, pending, strict=True)]
+        used = self._model.fill(asked)[:, self.config.block_size - self.most :]
+        return used, self._model.vocabulary.logits(self._ops, self._head, used.flatten(0, 1))
+
+    # ---- choosing
 
     def _walk(self, ask: Ask, hidden: torch.Tensor, ids: np.ndarray, values: np.ndarray) -> Draft:
         """Choose slot after slot, each given the one before it."""

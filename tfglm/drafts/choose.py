@@ -34,13 +34,13 @@ def load_drafter(kind: str, checkpoint: Checkpoint, model: Glm53, settings: Sett
     """The drafter of a kind from `drafter_kind`, None for "none". Says in the log what a drafter's licence forbids.
     Raises CheckpointError for files that do not hold it."""
     if kind == "mtp":
-        return MtpDrafter(_load_mtp(checkpoint, model, settings.kv))
+        return MtpDrafter(model, _load_mtp(checkpoint, model, settings.kv))
     if kind == "none":
         return None
     folder = Path(settings.drafter_path)
     tensors, config = read_weights(folder, block_config(settings), model.config.num_hidden_layers)
     dtype = torch.float32 if settings.kv == FLOAT32 else torch.bfloat16
-    backbone = BlockModel(config, tensors, model.weights.embed, model.ops, dtype)
+    backbone = BlockModel(config, tensors, model.weights.embed, model.ops, dtype, model.vocabulary)
     if kind == "dspark":
         return DSparkDrafter(backbone, model.weights.head, model.ops)
     log.warning(DFLASH2_LICENCE)
@@ -48,7 +48,7 @@ def load_drafter(kind: str, checkpoint: Checkpoint, model: Glm53, settings: Sett
 
 
 def _load_mtp(checkpoint: Checkpoint, model: Glm53, kv: str) -> Mtp:
-    source = CheckpointSource(checkpoint)
+    source = CheckpointSource(checkpoint, share=model.share)
     if model.weights.embed.is_cuda:
         from tfglm.models.glm53_cuda import CudaGlm53
         from tfglm.models.mtp_cuda import load_mtp_cuda

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from itertools import count
 
 from tfglm.cache.pages import Stream
 from tfglm.drafts.base import Ask, Draft, Kept
 from tfglm.drafts.candidates import best_candidates
+from tfglm.models.glm53 import Glm53
 from tfglm.models.mtp import Mtp, MtpStep
+from tfglm.models.mtp_rows import MtpRows
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.window import Rows
-from tfglm.ops.base import Selection
+from tfglm.ops.group import Message
 
 MOST = 5
 """Steps of a chain at most. The layer was trained to look one token ahead; further ones are seldom right."""
@@ -24,13 +25,13 @@ BACKLOG = 32
 
 @dataclass
 class MtpContext:
-    """The trunk's stream and the layer's, and the committed rows that the layer has yet to absorb: tokens, and what the
-    trunk made of them."""
+    """The trunk's stream and the layer's, and the tokens of the committed rows that the layer has yet to absorb; what
+    the trunk made of them waits under `number`."""
 
+    number: int
     trunk: Stream
     stream: Stream
     tokens: list[int] = field(default_factory=list)
-    hidden: list[torch.Tensor] = field(default_factory=list)
 
 
 class MtpDrafter:
@@ -41,14 +42,17 @@ class MtpDrafter:
     most = MOST
     taps = Taps(normed=True)
 
-    def __init__(self, mtp: Mtp) -> None:
+    def __init__(self, model: Glm53, mtp: Mtp) -> None:
         self._mtp = mtp
+        self._numbers = count()
+        self.rows = MtpRows(model, mtp)
         self.planes = mtp.cache.layers
 
     def open(self, stream: Stream) -> MtpContext:
-        return MtpContext(stream, self._mtp.open_stream(stream))
+        return MtpContext(next(self._numbers), stream, self._mtp.open_stream(stream))
 
     def close(self, context: MtpContext) -> None:
+        self.rows.forget(context.number)
         context.stream.close()
 
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:
@@ -58,20 +62,26 @@ class MtpDrafter:
             start = context.trunk.length - len(part.tokens)
             if context.stream.length + len(context.tokens) != start:
                 # The trunk took over rows that it did not read; this layer's are in the same pages.
-                context.tokens, context.hidden, context.stream.length = [], [], start
+                self.rows.forget(context.number)
+                context.tokens, context.stream.length, context.number = [], start, next(self._numbers)
+        parts = [(part.context.number, part.start, part.start + len(part.tokens)) for part in kept]
+        self.rows.keep(parts, passed.normed)
+        for part in kept:
+            context = part.context
             context.tokens += part.tokens
-            context.hidden.append(passed.normed[part.start : part.start + len(part.tokens)])
             if len(context.tokens) > BACKLOG:
-                hidden = torch.cat(context.hidden)
-                self._mtp.absorb([Rows(context.stream, context.tokens[1:], 0)], hidden[:-1])
-                context.tokens, context.hidden = context.tokens[-1:], [hidden[-1:].clone()]  # not all of a chunk
+                self.rows.absorb([Rows(context.stream, context.tokens[1:], 0)], [context.number], leave=1)
+                context.tokens = context.tokens[-1:]
+
+    def handlers(self, model: Glm53) -> Mapping[str, Callable[[Message], None]]:
+        return self.rows.handlers()
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         contexts: list[MtpContext] = [ask.context for ask in asks]
         window = [Rows(c.stream, [*c.tokens[1:], ask.pending], 1) for ask, c in zip(asks, contexts, strict=True)]
-        step = self._mtp.absorb(window, torch.cat([rows for c in contexts for rows in c.hidden]))
+        step = self.rows.absorb(window, [context.number for context in contexts])
         for context in contexts:
-            context.tokens, context.hidden = [], []
+            context.tokens = []
         lengths = [context.stream.length for context in contexts]
         drafts = self._chain(asks, step)
         for context, length in zip(contexts, lengths, strict=True):
@@ -96,5 +106,4 @@ class MtpDrafter:
             if not going:
                 return [Draft(tuple(t), tuple(c), self.name) for t, c in zip(tokens, confidence, strict=True)]
             window = [Rows(asks[number].context.stream, [tokens[number][-1]], 1) for number in going]
-            selection = Selection(step.selection.slots[rows], step.selection.counts[rows])
-            step = self._mtp.chain(window, MtpStep(step.logits, step.rows[rows], selection))
+            step = self.rows.chain(window, rows)

@@ -17,6 +17,7 @@ from tfglm.cache.pages import Stream
 from tfglm.drafts.base import NO_DRAFT, Ask, Draft, Drafter, Draw, Kept
 from tfglm.drafts.copy import CopyCorpus, CopyIndex, trusted
 from tfglm.drafts.policy import Policy, Record
+from tfglm.errors import RanksError
 from tfglm.models.taps import Passed, Taps
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,8 @@ class Speculator:
             return otherwise
         try:
             return action()
+        except RanksError:  # the ranks are lost, not the drafter alone
+            raise
         except Exception as error:
             self._on = False
             log.warning(

@@ -11,7 +11,7 @@ confidences]}}, where position is that of the pending token, after which the dra
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from tfglm.drafts.costs import Costs
 from tfglm.drafts.policy import Policy, Record
 from tfglm.drafts.speculator import Outcome, Speculator, Turn
 from tfglm.errors import ConfigError
+from tfglm.models.glm53 import Glm53
 from tfglm.models.taps import Passed, Taps
+from tfglm.ops.group import Message
 
 VERSION = 1
 Proposal = tuple[list[int], list[float]]
@@ -88,6 +90,9 @@ class TracingDrafter:
                     "drafts": context.drafts,
                 }
             )
+
+    def handlers(self, model: Glm53) -> Mapping[str, Callable[[Message], None]]:
+        return self._inner.handlers(model) if self._inner else {}
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")

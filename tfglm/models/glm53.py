@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -37,6 +38,11 @@ class Glm53:
     with caches of their own that become the same.
     """
 
+    placement = Placement.BY_LAYER
+    """Of the routed experts' columns on the ranks."""
+    followed: Passed | None = None
+    """On a rank other than 0: what the last forward tapped, for what follows it there."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -61,6 +67,11 @@ class Glm53:
         """Whether a row that is decoded has the bits that it has when it is read as a part of a prompt. Where it has
         not, no prompt may go on from rows that a reply has cached."""
         return True
+
+    @property
+    def share(self) -> Share:
+        """The part of the checkpoint that this rank holds."""
+        return Share(Layout.of(self.config, self.group.ranks, self.placement), self.group.rank)
 
     @property
     def tokens_total(self) -> int:
@@ -91,11 +102,17 @@ class Glm53:
     @torch.inference_mode()
     def forward_tapped(self, window: Sequence[Rows], taps: Taps) -> Passed:
         """`forward` that also hands out what `taps` asks for, of every row of the window."""
+        with self._announced(window, taps) as rows:
+            return self._forward(rows, taps)
+
+    @contextmanager
+    def _announced(self, window: Sequence[Rows], taps: Taps) -> Iterator[LaidOut]:
+        """The rows laid out for a forward pass that every other rank was told to join."""
         torch.get_num_threads()  # a new thread's BLAS runs with the process's default thread count until torch is asked
         with appended(window, self.cache.pool, self.config) as rows:
             message = to_message(FORWARD, rows, {"normed": int(taps.normed), "layers": list(taps.layers)})
             with together(self.group, message):
-                return self._forward(rows, taps)
+                yield rows
 
     @torch.inference_mode()
     def follow_forward(self, message: Message) -> None:
@@ -103,7 +120,7 @@ class Glm53:
         torch.get_num_threads()
         normed, layers = message.facts["normed"], message.facts["layers"]
         assert isinstance(layers, Sequence)
-        self._forward(from_message(message), Taps(bool(normed), tuple(int(layer) for layer in layers)))
+        self.followed = self._forward(from_message(message), Taps(bool(normed), tuple(int(layer) for layer in layers)))
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
         ops, config, weights, window = self.ops, self.config, self.weights, rows.window
@@ -162,11 +179,14 @@ def load_model(
     if device == "cuda":
         from tfglm.models import glm53_cuda  # it builds on this module
 
-        return glm53_cuda.load(config, source, tokens=tokens, kv=kv, dense=dense, head=head, group=group)
-    # Before the weights: what it multiplies on trial is gone by then.
-    rows = _agreed(RowMath.verified(shapes_of(config, quantised_shapes(checkpoint, share), share)), group)
-    weights = load_weights(config, source)
-    return Glm53(config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(rows), group=group)
+        model: Glm53 = glm53_cuda.load(config, source, tokens=tokens, kv=kv, dense=dense, head=head, group=group)
+    else:
+        # Before the weights: what it multiplies on trial is gone by then.
+        rows = _agreed(RowMath.verified(shapes_of(config, quantised_shapes(checkpoint, share), share)), group)
+        weights = load_weights(config, source)
+        model = Glm53(config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(rows), group=group)
+    model.placement = placement
+    return model
 
 
 def _agreed(rows: RowMath, group: Group) -> RowMath:

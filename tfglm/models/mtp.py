@@ -78,6 +78,7 @@ class Mtp:
         self.cache = self._new_cache(model, kv)
         self._pool = model.cache.pool
         self._ops = model.ops
+        self._vocabulary = model.vocabulary
         self._frequencies = model.frequencies
         [layer] = weights.layer.layers
         # A layer without an indexer takes the selection it is given: how a chain keeps its first step's list.
@@ -106,26 +107,29 @@ class Mtp:
 
     def _forward(self, window: Sequence[Rows], hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         with appended(window, self._pool, self.config) as rows:
-            return self._layer(rows, hidden, before)
+            return self.layer(rows, hidden, before)
 
-    def _layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
+    def layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
+        """Rows that are laid out through the layer, on every rank at the same time. before: what they attend to besides
+        themselves, instead of what the layer would choose."""
+        group = self._vocabulary.group
         ops, config, weights, window = self._ops, self.config, self.weights, rows.window
         [layer], [planes], eps = weights.layer.layers, self.cache.layers, config.rms_norm_eps
         rope = ops.angles(window.positions, self._frequencies)
-        embedded = ops.embed(weights.layer.embed, rows.tokens).masked_fill(window.positions[:, None] == 0, 0.0)
+        embedded = self._vocabulary.embed(ops, weights.layer.embed, rows.tokens)
+        embedded = embedded.masked_fill(window.positions[:, None] == 0, 0.0)
         joined = torch.cat([ops.rms_norm(embedded, weights.enorm, eps), ops.rms_norm(hidden, weights.hnorm, eps)], 1)
         x = ops.linear(joined, weights.eh_proj)
         h = ops.rms_norm(x, layer.attention_norm, eps)
         attention = self._full if before is None else self._shared
         given = None if before is None else _extended(before, window.slots)
-        branch, selection = mla.attention(ops, config, attention, h, rope, window, planes, given)
-        x, h = ops.add_rms_norm(x, branch, layer.ffn_norm, eps)
-        branch = moe.feed_forward(ops, config, layer.ffn, h)
+        part, selection = mla.attention(ops, config, attention, h, rope, window, planes, given)
+        x, h = ops.add_rms_norm(x, group.sum(part), layer.ffn_norm, eps)
+        branch = group.sum(moe.feed_forward(ops, config, layer.ffn, h))
         wanted = rows.wanted
         _, h = ops.add_rms_norm(x[wanted], branch[wanted], weights.layer.norm, eps)
-        return MtpStep(
-            ops.linear(h, weights.layer.head), h, Selection(selection.slots[wanted], selection.counts[wanted])
-        )
+        logits = self._vocabulary.logits(ops, weights.layer.head, h)
+        return MtpStep(logits, h, Selection(selection.slots[wanted], selection.counts[wanted]))
 
 
 def alone(config: ModelConfig) -> ModelConfig:

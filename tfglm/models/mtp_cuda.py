@@ -19,8 +19,9 @@ def load_mtp_cuda(model: CudaGlm53, source: Source) -> CudaMtp:
     """The MTP layer of a checkpoint whose trunk is on the device, in the trunk's formats."""
     weights, ops = load_mtp(model.weights, model.config, source), model.ops
     [layer] = weights.layer.layers
+    held = hold_layer(layer, ops, partial=model.group.ranks > 1)
     on_device = MtpWeights(
-        layer=replace(weights.layer, layers=(hold_layer(layer, ops),), norm=weights.layer.norm.to(ops.device)),
+        layer=replace(weights.layer, layers=(held,), norm=weights.layer.norm.to(ops.device)),
         enorm=weights.enorm.to(ops.device),
         hnorm=weights.hnorm.to(ops.device),
         eh_proj=ops.hold(weights.eh_proj, ops.precision.dense),
@@ -40,6 +41,6 @@ class CudaMtp(Mtp):
         kv_format, device = model.ops.precision.kv, model.device
         return PackedCache(alone(model.config), model.tokens_total, kv_format, device)  # type: ignore[return-value]
 
-    def _layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
+    def layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         """A chain does not keep its first step's list: the kernels bound a list by index_topk."""
-        return super()._layer(self._model.on_device(rows), hidden, None)
+        return super().layer(self._model.on_device(rows), hidden, None)

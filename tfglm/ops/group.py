@@ -27,6 +27,11 @@ class Message:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
+    def integers(self, name: str) -> list[int]:
+        """A fact that is a list of integers, or one."""
+        value = self.facts[name]
+        return [int(number) for number in value] if isinstance(value, Sequence) else [int(value)]
+
 
 class Group(Protocol):
     """The ranks one model is spread over, seen from one of them. Used from one thread, that of the forward pass.
