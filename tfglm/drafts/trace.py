@@ -184,6 +184,9 @@ class _FileDrafter:
             length += 1
         return Draft(tuple(tokens[:length]), tuple(confidence[:length]), self.name)
 
+    def handlers(self, model: Glm53) -> Mapping[str, Callable[[Message], None]]:
+        return {}
+
     def close(self, context: list[int]) -> None:
         pass
 

@@ -12,7 +12,7 @@ from tfglm.models.glm53 import Glm53
 from tfglm.models.mtp import Mtp, MtpStep
 from tfglm.models.window import LaidOut, Rows, appended, from_message, to_message
 from tfglm.ops.base import Selection
-from tfglm.ops.group import Message, together
+from tfglm.ops.group import Fact, Message, together
 
 Part = tuple[int, int, int]
 """A stream's number, and (start, stop) of its rows in the last window of the trunk."""
@@ -42,7 +42,7 @@ class MtpRows:
     def absorb(self, window: Sequence[Rows], numbers: Sequence[int], *, leave: int = 0) -> MtpStep:
         """The waiting rows of the streams `numbers` but for the last `leave` of each, through the layer. window: of
         each stream the tokens that follow those rows."""
-        facts = {"numbers": list(numbers), "leave": leave}
+        facts: dict[str, Fact] = {"numbers": list(numbers), "leave": leave}
         with self._laid_out(window) as rows, together(self._group, to_message("mtp_absorb", rows, facts)):
             return self._absorb(rows, numbers, leave)
 
