@@ -1,4 +1,4 @@
-"""The tokenizer of a synthetic checkpoint: byte-level BPE trained on the project's own text, in GLM-5.3's form.
+"""The tokenizer of a small checkpoint: byte-level BPE trained on the project's own text, in GLM-5.3's form.
 
 Same pre-tokenizer rules, same 36 added tokens in the same order at the end of the vocabulary, nothing added by the
 post-processor. The trainer breaks ties by token id, so the result is the same on every run.
@@ -7,7 +7,7 @@ post-processor. The trainer breaks ties by token id, so the result is the same o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -58,32 +58,36 @@ MARKUP_TOKENS = (
 """The added tokens after them, not marked special: thinking and tool markup must survive decoding."""
 
 _SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Contractions, words with one leading mark, digits in runs of up to three, punctuation, line ends, spaces."""
+"""Contractions, words with one leading mark, digits in runs of some length, punctuation, line ends, spaces."""
 
 _TRAINED_TOKENS = 1476
 """Tokens the training text is good for; a larger vocabulary is filled up with made-up words."""
 
 
-def build_tokenizer(base_size: int) -> Tokenizer:
-    """A tokenizer with `base_size` (at least 256) ordinary tokens and the added tokens right after them."""
+def build_tokenizer(base_size: int, text: Iterable[str] | None = None, *, digits: int = 3) -> Tokenizer:
+    """A tokenizer with `base_size` (at least 256) ordinary tokens and the added tokens right after them.
+
+    text: what it is trained on, by default the project's own short text. digits: how many may be one token; GLM-5.3 has
+    up to three, a model that learns to reckon from scratch does better with single ones.
+    """
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_SPLIT % digits), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=min(base_size, _TRAINED_TOKENS),
+        vocab_size=base_size if text is not None else min(base_size, _TRAINED_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_text(), trainer)
+    tokenizer.train_from_iterator(_training_text() if text is None else text, trainer)
     _fill(tokenizer, base_size)
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP_TOKENS])
