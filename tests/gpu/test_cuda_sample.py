@@ -8,7 +8,7 @@ import torch
 
 from tfglm.engine.api import SamplingParams
 from tfglm.engine.sampler import LogitsError, choose
-from tfglm.ops.cuda_sample import Draws, sample
+from tfglm.ops.cuda_sample import Draws, Scratch, sample
 
 pytestmark = pytest.mark.gpu
 
@@ -46,10 +46,10 @@ def chosen(logits: torch.Tensor, vocabulary: int, rows: list[tuple[SamplingParam
     device = logits.device
     tokens = torch.full((len(rows),), -99, dtype=torch.int32, device=device)
 
-    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.full(shape, 0x5A, dtype=dtype, device=device)
-
-    return sample(logits, vocabulary, draws(rows, device), tokens, empty).tolist()
+    scratch = Scratch.allocate(len(rows), vocabulary, device)
+    for buffer in vars(scratch).values():
+        buffer.fill_(0x5A)
+    return sample(logits, vocabulary, draws(rows, device), tokens, scratch).tolist()
 
 
 PARAMS = [

@@ -1,12 +1,14 @@
 """GLM-5.3 on an NVIDIA GPU: the same forward pass, with its small windows captured in CUDA graphs.
 
-A window of up to 16 rows is replayed from a graph of its own (rows, context) kind. Contexts are rounded up to powers of
-two, which sizes launches but changes no result; graph and eager forward give the same bits.
+A decode window of up to 16 rows is replayed from a graph of its own (rows, context) kind. Contexts are rounded up to
+powers of two, which sizes launches but changes no result; graph and eager forward give the same bits. Tokens can be
+drawn on the device (ops.draw), so that a row's 154,880 logits need not come to the host.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +19,7 @@ from tfglm.checkpoint.config import ModelConfig
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.formats.latent import KvFormat
 from tfglm.models.glm53 import Glm53
+from tfglm.models.graphs_cuda import GRAPH_ROWS, Captured, Graphs, context_kind, context_kinds
 from tfglm.models.source import Source
 from tfglm.models.split import Vocabulary
 from tfglm.models.taps import Passed, Taps
@@ -29,13 +32,12 @@ from tfglm.models.weights import (
     load_embedding,
     load_layer,
 )
-from tfglm.models.window import LaidOut
+from tfglm.models.window import LaidOut, Rows, appended
 from tfglm.ops.base import PlainExperts, Window
 from tfglm.ops.cuda import CudaOps, Precision
+from tfglm.ops.cuda_sample import Sampler
+from tfglm.ops.draw import Draw
 from tfglm.ops.group import Alone, Group
-
-GRAPH_ROWS = 16
-_LEAST_CONTEXT = 4096
 
 
 class PackedCache:
@@ -67,16 +69,6 @@ class PackedCache:
             ) from exc
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """A captured forward: where its inputs are read, what replays it, where its results lie."""
-
-    inputs: torch.Tensor
-    wanted: torch.Tensor  # read by the graph, so it must live as long
-    graph: torch.cuda.CUDAGraph
-    passed: Passed
-
-
 class CudaGlm53(Glm53):
     """The model on a CUDA device, its weights held by `ops`. graphs: replay small windows instead of launching them,
     where the group can be part of a graph."""
@@ -100,11 +92,9 @@ class CudaGlm53(Glm53):
         self.cache = PackedCache(config, tokens, ops.precision.kv, self.device)  # type: ignore[assignment]
         half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
         self.frequencies = (1.0 / config.rope_theta**half).to(self.device)
-        self._use_graphs = graphs = graphs and self.group.capturable
-        self._graphs: dict[tuple[int, int, Taps], _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        # Of all graphs: rows of 154,880 floats that each kept for itself would come to 80 MiB for every context.
-        self._logits: torch.Tensor | None = None
+        self.graphs = Graphs(self.device, config.vocab_size) if graphs and self.group.capturable else None
+        self._sampler = Sampler(config.vocab_size, GRAPH_ROWS, self.device)
+        self._host = torch.empty(GRAPH_ROWS, config.vocab_size, dtype=torch.float32, pin_memory=_pins(self.device))
 
     @property
     def decodes_alike(self) -> bool:
@@ -112,50 +102,91 @@ class CudaGlm53(Glm53):
         mixtures = (layer.ffn for layer in self.weights.layers if isinstance(layer.ffn, MoeWeights))
         return all(isinstance(mixture.experts, PlainExperts) for mixture in mixtures)
 
+    @torch.inference_mode()
+    def forward_drawn(self, window: Sequence[Rows], taps: Taps, draws: Sequence[Draw | None]) -> Passed:
+        """`forward_tapped`, and the token after every wanted row that has a Draw: the very one of the engine's sampler,
+        whatever the other rows are. Logits come along only if a row has none. No more than 16 rows."""
+        with self._announced(window, taps) as rows:
+            passed = self._launched(rows, taps)
+            self._sampler.launch(passed.logits, draws)
+            passed = self._on_host(passed, 0 if all(draws) else len(draws))
+            return replace(passed, tokens=self._sampler.tokens(draws))
+
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
-        """Logits on the host; tapped rows stay on the device and belong to the caller. Returns when all of it is done,
-        also where no logits are wanted: the time of a prompt's chunk is what its share of the time is counted in."""
-        count, longest = rows.tokens.shape[0], _longest(rows)
-        if self._use_graphs and count <= GRAPH_ROWS and not rows.prompt:
-            return self._replay(rows, max(_LEAST_CONTEXT, 1 << (longest - 1).bit_length()), taps)
-        passed = super()._forward(self.on_device(rows), taps)
+        """Logits on the host; tapped rows stay on the device and belong to the caller."""
+        return self._on_host(self._launched(rows, taps), len(rows.wanted))
+
+    def _on_host(self, passed: Passed, rows: int) -> Passed:
+        """The first `rows` rows of logits, copied. Returns when all that was launched is done, also where no logits are
+        wanted: the time of a prompt's chunk is what its share of the time is counted in."""
+        logits = torch.empty(rows, self._host.shape[1])
+        host = self._host[:rows] if rows <= GRAPH_ROWS else logits
+        host.copy_(passed.logits[:rows], non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
-        return replace(passed, logits=passed.logits.cpu())
+        return replace(passed, logits=logits if host is logits else logits.copy_(host))
+
+    def _launched(self, rows: LaidOut, taps: Taps) -> Passed:
+        """The wanted rows' logits on the device, where the next window may write over them."""
+        count = rows.tokens.shape[0]
+        if self.graphs is None or count > GRAPH_ROWS or rows.prompt:
+            return super()._forward(self.on_device(rows), taps)
+        passed = self._replayed(rows, context_kind(_longest(rows)), taps)
+        if len(rows.wanted) < count:
+            passed = replace(passed, logits=passed.logits[rows.wanted.to(self.device)])
+        return passed
+
+    @torch.inference_mode()
+    def prepare(self, rows: int, window: int, taps: Taps) -> None:
+        """Capture every decode window of up to `rows` rows that replies in windows of `window` tokens come to need, so
+        that none has to wait for it. Where other ranks take part, it is left to the first who needs one."""
+        if self.graphs is None or self.group.ranks > 1:
+            return
+        stream = self.open_stream()
+        for context in context_kinds(window):
+            for count in range(min(rows, GRAPH_ROWS), 0, -1):
+                with appended([Rows(stream, [0] * count, count)], self.cache.pool, self.config) as laid_out:
+                    self._replayed(laid_out, context, taps)
+                stream.truncate(0)
+        stream.close()
 
     def on_device(self, rows: LaidOut) -> LaidOut:
         """A window as views of one copy on the device, whose operations are told how far it reaches."""
         self.ops.context, self.ops.prompt = pages_for(_longest(rows)) * PAGE, rows.prompt
-        packed = _packed(rows, len(rows.window.spans), self.ops.context, self.device)
-        return _unpacked(packed.to(self.device), rows, len(rows.window.spans))
+        inputs = packed(rows, len(rows.window.spans), self.ops.context, self.device)
+        return unpacked(inputs.to(self.device, non_blocking=True), rows, len(rows.window.spans))
 
-    def _replay(self, rows: LaidOut, context: int, taps: Taps) -> Passed:
+    def _replayed(self, rows: LaidOut, context: int, taps: Taps) -> Passed:
+        """All rows' logits: the head reads its weights once however many are wanted."""
+        assert self.graphs is not None
         count = rows.tokens.shape[0]
-        inputs = _packed(rows, count, context, self.device)
-        key = (count, context, taps)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(inputs.to(self.device), rows, context, taps)
-        ready = self._graphs[key]
-        ready.inputs.copy_(inputs, non_blocking=True)
+        key = ("trunk", count, context, taps)
+        inputs = packed(rows, count, context, self.device)
+        ready = self.graphs.find(key)
+        if ready is None:
+            ready = self._captured(key, inputs.to(self.device), rows, context, taps)
+        else:
+            ready.inputs[0].copy_(inputs, non_blocking=True)
         ready.graph.replay()
-        normed = None if ready.passed.normed is None else ready.passed.normed.clone()
-        streams = {layer: x.clone() for layer, x in ready.passed.streams.items()}
-        return Passed(ready.passed.logits.cpu()[rows.wanted], normed, streams)
+        passed: Passed = ready.result
+        normed = None if passed.normed is None else passed.normed.clone()
+        return Passed(passed.logits, normed, {layer: x.clone() for layer, x in passed.streams.items()})
 
-    def _capture(self, inputs: torch.Tensor, rows: LaidOut, context: int, taps: Taps) -> _Graph:
-        """All rows' logits are computed: the head reads its weights once however many are wanted."""
-        count = rows.tokens.shape[0]
-        laid_out = _unpacked(inputs, replace(rows, wanted=torch.arange(count)), count)
+    def _captured(self, key: Hashable, inputs: torch.Tensor, rows: LaidOut, context: int, taps: Taps) -> Captured:
+        assert self.graphs is not None
+        count, logits = rows.tokens.shape[0], self.graphs.logits
+        laid_out = unpacked(inputs, replace(rows, wanted=torch.arange(count)), count)
         self.ops.context, self.ops.prompt = context, False
-        warm = super()._forward(laid_out, taps)  # loads every kernel; what it writes, the replay writes again
-        if self._logits is None:
-            self._logits = torch.empty(GRAPH_ROWS, warm.logits.shape[1], dtype=torch.float32, device=self.device)
-        del warm
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            passed = super()._forward(laid_out, taps)
-            passed = replace(passed, logits=self._logits[:count].copy_(passed.logits))
-        return _Graph(inputs, laid_out.wanted, graph, passed)
+
+        def forward() -> Passed:
+            passed = super(CudaGlm53, self)._forward(laid_out, taps)
+            return replace(passed, logits=logits[:count].copy_(passed.logits))
+
+        return self.graphs.capture(key, (inputs, laid_out.wanted), forward)
+
+
+def _pins(device: torch.device) -> bool:
+    """Whether memory on the host can be pinned for copies to and from a device."""
+    return device.type == "cuda"
 
 
 def _longest(rows: LaidOut) -> int:
@@ -163,7 +194,7 @@ def _longest(rows: LaidOut) -> int:
     return max(span.position + span.stop - span.start for span in rows.window.spans)
 
 
-def _packed(rows: LaidOut, streams: int, context: int, device: torch.device) -> torch.Tensor:
+def packed(rows: LaidOut, streams: int, context: int, device: torch.device) -> torch.Tensor:
     """A window's tensors as one row of int64, with the pages of `context` tokens of `streams` streams.
 
     Pinned for a GPU, so that one copy that the host need not wait for brings them there.
@@ -172,16 +203,16 @@ def _packed(rows: LaidOut, streams: int, context: int, device: torch.device) -> 
     pages = torch.zeros(streams, context // PAGE, dtype=torch.int64)
     given = window.pages[:, : pages.shape[1]]
     pages[: given.shape[0], : given.shape[1]] = given
-    packed = torch.cat((rows.tokens, window.positions, window.slots, window.stream_of, pages.flatten()))
-    return packed.pin_memory() if device.type == "cuda" else packed
+    joined = torch.cat((rows.tokens, window.positions, window.slots, window.stream_of, pages.flatten()))
+    return joined.pin_memory() if _pins(device) else joined
 
 
-def _unpacked(packed: torch.Tensor, rows: LaidOut, streams: int) -> LaidOut:
+def unpacked(inputs: torch.Tensor, rows: LaidOut, streams: int) -> LaidOut:
     """The same window as views of the device's copy."""
     count = rows.tokens.shape[0]
-    tokens, positions, slots, stream_of = packed[: 4 * count].view(4, count)
-    window = Window(positions, slots, packed[4 * count :].view(streams, -1), stream_of, rows.window.spans)
-    return LaidOut(tokens, window, rows.wanted.to(packed.device), rows.prompt)
+    tokens, positions, slots, stream_of = inputs[: 4 * count].view(4, count)
+    window = Window(positions, slots, inputs[4 * count :].view(streams, -1), stream_of, rows.window.spans)
+    return LaidOut(tokens, window, rows.wanted.to(inputs.device), rows.prompt)
 
 
 def load(
