@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -12,28 +13,50 @@ from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.errors import ConfigError, MemoryShortError
+from tfglm.layout import Layout, Placement, Share
 from tfglm.models import mla, moe
-from tfglm.models.shapes import shapes_of
+from tfglm.models.shapes import quantised_shapes, shapes_of
 from tfglm.models.source import CheckpointSource
+from tfglm.models.split import Vocabulary
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.weights import ModelWeights, load_weights
-from tfglm.models.window import LaidOut, Rows, appended
+from tfglm.models.window import LaidOut, Rows, appended, from_message, to_message
 from tfglm.ops.base import Ops
+from tfglm.ops.group import Alone, Group, Message, together
 from tfglm.ops.reference import ReferenceOps
 from tfglm.ops.rows import Rows as RowMath
+
+FORWARD = "forward"
+"""The kind of message that `follow_forward` follows."""
 
 
 class Glm53:
     """The model and its cache. One thread at a time.
 
-    tokens: how many tokens the cache holds over all streams, rounded up to whole pages. kv: the cache's format.
+    tokens: how many tokens the cache holds over all streams, rounded up to whole pages. kv: the cache's format. group:
+    the ranks that the weights are spread over. Rank 0's model is used as if it were alone; the others only follow it,
+    with caches of their own that become the same.
     """
 
+    placement = Placement.BY_LAYER
+    """Of the routed experts' columns on the ranks."""
+    followed: Passed | None = None
+    """On a rank other than 0: what the last forward tapped, for what follows it there."""
+
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, *, tokens: int, kv: str = "bf16", ops: Ops | None = None
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        tokens: int,
+        kv: str = "bf16",
+        ops: Ops | None = None,
+        group: Group | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
+        self.group: Group = group or Alone()
+        self.vocabulary = Vocabulary.of(config, self.group)
         self.cache = LatentCache(config, tokens, kv)
         self.ops = ops or ReferenceOps(RowMath.verified(shapes_of(config)))
         half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
@@ -44,6 +67,11 @@ class Glm53:
         """Whether a row that is decoded has the bits that it has when it is read as a part of a prompt. Where it has
         not, no prompt may go on from rows that a reply has cached."""
         return True
+
+    @property
+    def share(self) -> Share:
+        """The part of the checkpoint that this rank holds."""
+        return Share(Layout.of(self.config, self.group.ranks, self.placement), self.group.rank)
 
     @property
     def tokens_total(self) -> int:
@@ -74,14 +102,30 @@ class Glm53:
     @torch.inference_mode()
     def forward_tapped(self, window: Sequence[Rows], taps: Taps) -> Passed:
         """`forward` that also hands out what `taps` asks for, of every row of the window."""
+        with self._announced(window, taps) as rows:
+            return self._forward(rows, taps)
+
+    @contextmanager
+    def _announced(self, window: Sequence[Rows], taps: Taps) -> Iterator[LaidOut]:
+        """The rows laid out for a forward pass that every other rank was told to join."""
         torch.get_num_threads()  # a new thread's BLAS runs with the process's default thread count until torch is asked
         with appended(window, self.cache.pool, self.config) as rows:
-            return self._forward(rows, taps)
+            message = to_message(FORWARD, rows, {"normed": int(taps.normed), "layers": list(taps.layers)})
+            with together(self.group, message):
+                yield rows
+
+    @torch.inference_mode()
+    def follow_forward(self, message: Message) -> None:
+        """A rank other than 0: its part of the forward pass that rank 0 announced."""
+        torch.get_num_threads()
+        normed, layers = message.facts["normed"], message.facts["layers"]
+        assert isinstance(layers, Sequence)
+        self.followed = self._forward(from_message(message), Taps(bool(normed), tuple(int(layer) for layer in layers)))
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
         ops, config, weights, window = self.ops, self.config, self.weights, rows.window
         rope = ops.angles(window.positions, self.frequencies)
-        x = ops.embed(weights.embed, rows.tokens)
+        x = self.vocabulary.embed(ops, weights.embed, rows.tokens)
         selection = None
         branch = torch.zeros_like(x)
         streams = {}
@@ -89,16 +133,18 @@ class Glm53:
             x, h = ops.add_rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
             if number in taps.layers:
                 streams[number] = x
-            branch, selection = mla.attention(ops, config, layer.attention, h, rope, window, planes, selection)
+            part, selection = mla.attention(ops, config, layer.attention, h, rope, window, planes, selection)
+            branch = self.group.sum(part)
             x, h = ops.add_rms_norm(x, branch, layer.ffn_norm, config.rms_norm_eps)
-            branch = moe.feed_forward(ops, config, layer.ffn, h)
+            branch = self.group.sum(moe.feed_forward(ops, config, layer.ffn, h))
         if not taps:
             _, h = ops.add_rms_norm(x[rows.wanted], branch[rows.wanted], weights.norm, config.rms_norm_eps)
-            return Passed(ops.linear(h, weights.head), None, streams)
+            return Passed(self.vocabulary.logits(ops, weights.head, h), None, streams)
         x, h = ops.add_rms_norm(x, branch, weights.norm, config.rms_norm_eps)
         if config.num_hidden_layers in taps.layers:
             streams[config.num_hidden_layers] = x
-        return Passed(ops.linear(h[rows.wanted], weights.head), h if taps.normed else None, streams)
+        logits = self.vocabulary.logits(ops, weights.head, h[rows.wanted])
+        return Passed(logits, h if taps.normed else None, streams)
 
 
 def load_model(
@@ -110,24 +156,42 @@ def load_model(
     dense: str = "bf16",
     head: str = "bf16",
     progress: Callable[[int, int], None] | None = None,
+    group: Group | None = None,
+    placement: Placement = Placement.BY_LAYER,
 ) -> Glm53:
     """The model of an open checkpoint, with a cache of `tokens` tokens over all streams.
 
     device: "cpu" or "cuda". kv: the cache's format. dense, head: formats of linear layers and of lm_head on a GPU
-    (ops.cuda.DENSE_KINDS); a CPU multiplies by what the checkpoint holds.
-    progress is called after each tensor with the bytes read and the bytes there are. Memory stays near the checkpoint's
-    size. The number of torch threads must be set before. Raises ConfigError, CheckpointError, MemoryShortError.
+    (ops.cuda.DENSE_KINDS); a CPU multiplies by what the checkpoint holds. group: the ranks to spread it over, all of
+    which load at the same time, each its own part; placement: of the routed experts' columns.
+    progress is called after each tensor with the bytes done and the bytes there are. Memory stays near the size of what
+    is held. The number of torch threads must be set before, alike on all ranks. Raises ConfigError, CheckpointError,
+    MemoryShortError, RanksError.
     """
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device is {device!r}; supported: cpu, cuda")
-    mtp = layer_prefix(checkpoint.config.num_hidden_layers) + "."
+    group = group or Alone()
+    config = checkpoint.config
+    share = Share(Layout.of(config, group.ranks, placement), group.rank)
+    mtp = layer_prefix(config.num_hidden_layers) + "."
     total = sum(entry.nbytes for name, entry in checkpoint.entries.items() if not name.startswith(mtp))
-    source = CheckpointSource(checkpoint, (lambda done: progress(done, total)) if progress else None)
+    source = CheckpointSource(checkpoint, (lambda done: progress(done, total)) if progress else None, share)
     if device == "cuda":
         from tfglm.models import glm53_cuda  # it builds on this module
 
-        return glm53_cuda.load(checkpoint.config, source, tokens=tokens, kv=kv, dense=dense, head=head)
-    shapes = shapes_of(checkpoint.config, {(linear.k, linear.n) for linear in checkpoint.linears.values()})
-    ops = ReferenceOps(RowMath.verified(shapes))  # before the weights: what it multiplies on trial is gone by then
-    weights = load_weights(checkpoint.config, source)
-    return Glm53(checkpoint.config, weights, tokens=tokens, kv=kv, ops=ops)
+        model: Glm53 = glm53_cuda.load(config, source, tokens=tokens, kv=kv, dense=dense, head=head, group=group)
+    else:
+        # Before the weights: what it multiplies on trial is gone by then.
+        rows = _agreed(RowMath.verified(shapes_of(config, quantised_shapes(checkpoint, share), share)), group)
+        weights = load_weights(config, source)
+        model = Glm53(config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(rows), group=group)
+    model.placement = placement
+    return model
+
+
+def _agreed(rows: RowMath, group: Group) -> RowMath:
+    """What all ranks compute alike they must compute with the same bits: if one needs to take every row by itself, all
+    do."""
+    if group.ranks == 1 or not group.gather(torch.tensor([float(rows.alone)])).any():
+        return rows
+    return RowMath(alone=True)
