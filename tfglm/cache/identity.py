@@ -24,19 +24,25 @@ def code_digest(package: Path = Path(__file__).parents[1]) -> str:
 
 
 def identity(checkpoint: Path, facts: Mapping[str, object]) -> bytes:
-    """32 bytes that differ for another checkpoint or other facts.
-
-    A checkpoint is told by config.json and, of every weight file, name, size, time of change, first and last 64 KiB:
-    hashing it whole would take longer than reading most prompts anew.
-    """
+    """32 bytes that differ for another checkpoint or other facts; also for files that were written anew."""
     digest = hashlib.blake2b(digest_size=32)
     digest.update(json.dumps({name: str(value) for name, value in facts.items()}, sort_keys=True).encode())
+    digest.update(checkpoint_digest(checkpoint).encode())
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        digest.update(f"{file.name}/{file.stat().st_mtime_ns}/".encode())
+    return digest.digest()
+
+
+def checkpoint_digest(checkpoint: Path) -> str:
+    """The same for copies of a checkpoint. It is told by config.json and, of every weight file, name, size, first and
+    last 64 KiB: hashing it whole would take longer than reading most prompts anew."""
+    digest = hashlib.blake2b(digest_size=16)
     digest.update((checkpoint / "config.json").read_bytes())
     for file in sorted(checkpoint.glob("*.safetensors")):
-        stat = file.stat()
-        digest.update(f"{file.name}/{stat.st_size}/{stat.st_mtime_ns}/".encode())
+        size = file.stat().st_size
+        digest.update(f"{file.name}/{size}/".encode())
         with file.open("rb") as opened:
             digest.update(opened.read(_SAMPLE_BYTES))
-            opened.seek(max(0, stat.st_size - _SAMPLE_BYTES))
+            opened.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(opened.read(_SAMPLE_BYTES))
-    return digest.digest()
+    return digest.hexdigest()

@@ -23,7 +23,7 @@ from tfglm.engine.round import decode, read_chunk, resume
 from tfglm.engine.scheduler import Plan, Scheduler
 from tfglm.engine.states import PromptStates
 from tfglm.engine.tokenizer import Tokenizer
-from tfglm.errors import TfglmError
+from tfglm.errors import RanksError, TfglmError
 from tfglm.models.window import Rows
 from tfglm.settings import Settings
 
@@ -67,6 +67,7 @@ class Engine:
         self._state: EngineState = "loading"
         self._changed = threading.Condition()
         self._stopping = False
+        self._ended_by: TfglmError | None = None
         self._stepping = False
         self._step_began: float | None = None
         self._prompt_tokens = self._generation_tokens = self._iteration_tokens = self._rounds = self._chunks = 0
@@ -139,6 +140,17 @@ class Engine:
         self._fail_all(NotServingError.code, "the server stopped before the reply was finished")
         return ended
 
+    def end(self, error: TfglmError, timeout: float = 1.0) -> None:
+        """Be of no more use, because of what happened elsewhere: every reply fails with this error, at the latest after
+        `timeout` seconds, in which a step in progress may end."""
+        with self._changed:
+            self._ended_by = error
+            self._changed.notify_all()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        self._state = "failed"
+        self._fail_all(error.code, error.message)
+
     def snapshot(self) -> Snapshot:
         with self._changed:
             running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
@@ -169,16 +181,22 @@ class Engine:
             while self._turn():
                 pass
         except BaseException as error:
-            log.exception("the engine failed and takes no more requests")
             self._state = "failed"
-            self._fail_all(TfglmError.code, f"the engine failed: {type(error).__name__}: {error}")
+            if isinstance(error, TfglmError):
+                log.error("the engine takes no more requests: %s", error)
+                self._fail_all(error.code, error.message)
+            else:
+                log.exception("the engine failed and takes no more requests")
+                self._fail_all(TfglmError.code, f"the engine failed: {type(error).__name__}: {error}")
 
     def _turn(self) -> bool:
         """Wait for work, carry out one plan; False when asked to stop."""
         with self._changed:
             self._stepping = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._stopping or not self._scheduler.idle)
+            self._changed.wait_for(lambda: self._stopping or self._ended_by or not self._scheduler.idle)
+            if self._ended_by:
+                raise self._ended_by
             if self._stopping:
                 return False
             self._stepping = True
@@ -224,6 +242,8 @@ class Engine:
             else:
                 self._iteration_tokens += decode(self._model, replies, self._drafting)
                 self._rounds += 1
+        except RanksError:
+            raise  # there is no other forward pass to try
         except Exception as error:
             log.exception("a forward pass failed; it ends %s", ", ".join(reply.request.id for reply in replies))
             for reply in replies:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import platform
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from tfglm import __version__
 from tfglm.cache.disk import PageStore
@@ -17,6 +14,7 @@ from tfglm.cache.kept import KeptStates
 from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import PAGE
 from tfglm.cache.tier import DiskTier, Pages
+from tfglm.engine.machine import computing_facts
 from tfglm.engine.states import PromptStates
 from tfglm.errors import ConfigError
 from tfglm.models.glm53 import Glm53
@@ -70,12 +68,6 @@ def prompt_states(
 
 
 def _facts(model: Glm53, settings: Settings) -> dict[str, object]:
-    """Everything besides the checkpoint that the bits of a cached row may depend on: on a CPU also the machine and the
-    number of threads, on a GPU its kind and the formats of the weights."""
-    common = {"tfglm": __version__, "code": code_digest(), "torch": torch.__version__, "kv": settings.kv, "page": PAGE}
-    if settings.device == "cuda":
-        gpu = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} CUDA {torch.version.cuda}"
-        return common | {"gpu": gpu, "dense": settings.dense, "head": settings.head}
-    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    """Everything besides the checkpoint that the bits of a cached row may depend on."""
     rows = sorted(vars(model.ops.rows).items()) if isinstance(model.ops, ReferenceOps) else []
-    return common | {"machine": machine, "threads": torch.get_num_threads(), "rows": rows}
+    return computing_facts(settings) | {"tfglm": __version__, "code": code_digest(), "page": PAGE, "rows": rows}

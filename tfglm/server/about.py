@@ -28,6 +28,8 @@ async def health(request: web.Request) -> web.Response:
     state = request.app[STATE]
     phase = state.phase
     payload: dict[str, Any] = {"status": "ok" if phase == "ready" else phase}
+    if state.settings.ranks > 1 and state.keys.accepts(request.headers):
+        payload["ranks"] = [phase, *state.ranks()]
     if state.served is not None and state.keys.accepts(request.headers):
         now = state.served.engine.snapshot()
         payload |= {

@@ -87,13 +87,15 @@ def serve(
     settings: Settings,
     load: Callable[[], Served],
     ready: Callable[[Served, str], None],
+    ranks: Callable[[], list[str]] = list,
 ) -> None:
     """Answers HTTP until a signal ends it. `load` runs in a thread of its own and returns a started engine; `ready` is
-    called once, with the address, after a request has gone through it. Errors of `load` are raised from here.
+    called once, with the address, after a request has gone through it. Errors of `load` are raised from here. ranks:
+    how the ranks besides this process's are, for /health.
 
     The first SIGTERM or SIGINT drains: new requests get 503, running ones `settings.drain_s` seconds. The second exits.
     """
-    asyncio.run(_serve(listener, settings, load, ready))
+    asyncio.run(_serve(listener, ServerState(settings, ranks), load, ready))
 
 
 def make_runner(state: ServerState, shutdown_timeout: float) -> web.AppRunner:
@@ -115,9 +117,8 @@ def _is_our_fault(record: logging.LogRecord) -> bool:
 
 
 async def _serve(
-    listener: Listener, settings: Settings, load: Callable[[], Served], ready: Callable[[Served, str], None]
+    listener: Listener, state: ServerState, load: Callable[[], Served], ready: Callable[[Served, str], None]
 ) -> None:
-    state = ServerState(settings)
     runner = make_runner(state, FAREWELL_SECONDS)
     await runner.setup()
     stop = _stop_on_signals()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,12 @@ class Served:
 
 
 class ServerState:
-    """Exists before the model does, so that health checks are answered while it loads."""
+    """Exists before the model does, so that health checks are answered while it loads. ranks: how ranks 1, 2, .. of the
+    model are, in a word or two each."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, ranks: Callable[[], list[str]] = list) -> None:
         self.settings = settings
+        self.ranks = ranks
         self.keys = ApiKeys(settings.api_key)
         self.metrics = ServerMetrics()
         self.served: Served | None = None
