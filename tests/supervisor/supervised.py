@@ -43,6 +43,7 @@ class Supervised:
         self.checkpoint = folder / "checkpoint"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.environ: dict[str, str] = {}
+        self.entry = [sys.executable, "-m", "tfglm.cli.main"]
         self.port = free_port(socket.SOCK_STREAM)
         if command is None:
             self.checkpoint.mkdir()
@@ -93,7 +94,7 @@ class Supervised:
             words = ["rank", "run", "--rank", str(rank), "--config", str(self.config(rank)), "--state", str(state)]
             with (self.folder / f"rank{rank}.log").open("ab") as log:
                 self.processes[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "tfglm.cli.main", *words],
+                    [*self.entry, *words],
                     cwd=ROOT,
                     stdout=log,
                     stderr=subprocess.STDOUT,

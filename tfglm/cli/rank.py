@@ -116,11 +116,13 @@ def _command(args: argparse.Namespace, cluster: Cluster, node: Node) -> int:
 
 
 def _reap(args: argparse.Namespace, cluster: Cluster, node: Node) -> int:
+    from tfglm.supervisor.alone import claim
     from tfglm.supervisor.child import kill_marked
     from tfglm.supervisor.runtime import Runtime
 
     runtime = Runtime(cluster, node)
-    killed = kill_marked(runtime.mark)
-    removed = runtime.remove()
+    with claim(runtime.mark):
+        killed = kill_marked(runtime.mark)
+        removed = runtime.remove()
     print(f"rank {node.rank}: processes killed: {len(killed)}, containers removed: {len(removed)}")
     return 0

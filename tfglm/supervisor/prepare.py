@@ -7,19 +7,17 @@ server blocks whoever touches the mount for as long as it is dead.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import os
-import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tfglm.supervisor import fabric
 from tfglm.supervisor.aside import aside
+from tfglm.supervisor.child import MARK
 from tfglm.supervisor.cluster import Cluster, Node
 from tfglm.supervisor.codes import Exit, Fatal
 from tfglm.supervisor.fabric import RailState
@@ -109,32 +107,28 @@ class Preparation:
         """`tfglm plan --json`, in a process of its own: headers are read from the mount, which may block for ever."""
         argv, limit = self._runtime.plan(), self._cluster.limits.plan
         self._say("checking the memory plan")
+        environ = self._runtime.environment(self._runtime.settings()) | {MARK: self._runtime.mark}
         try:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                env=self._runtime.environment(self._runtime.settings()),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
+            done = await asyncio.wait_for(aside(lambda: _output(argv, environ, limit), "plan"), limit + _TOUCH_S)
         except OSError as error:
             raise Fatal(Exit.RUNTIME, "E_WORKER", f"{argv[0]} cannot be run: {error.strerror}") from None
-        try:
-            out, err = await asyncio.wait_for(process.communicate(), limit)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        except (TimeoutError, subprocess.TimeoutExpired):
             raise Fatal(Exit.WEIGHTS, "E_CHECKPOINT", f"the memory plan was not there after {limit:.0f} s") from None
         try:
-            plan = json.loads(out)
+            plan = json.loads(done.stdout)
             plan["ranks"][self._node.rank]["lowest_free"]
         except (ValueError, LookupError, TypeError):
-            said = err.decode(errors="replace").strip().rpartition("\n")[2] or f"code {process.returncode}"
+            said = done.stderr.strip().rpartition("\n")[2] or f"code {done.returncode}"
             fault = Exit.CONFIG if "E_CONFIG" in said else Exit.WEIGHTS
             code = "E_CONFIG" if fault is Exit.CONFIG else "E_CHECKPOINT"
             raise Fatal(fault, code, f"there is no memory plan: {said}") from None
         return plan
+
+
+def _output(argv: list[str], environ: Mapping[str, str], limit: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit
+    )
 
 
 def is_mounted(mount: str, sysroot: Path = Path("/")) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from tfglm.memory.guard import GIB, Guard, LowWater
 from tfglm.supervisor import fabric
+from tfglm.supervisor.alone import claim
 from tfglm.supervisor.aside import aside
 from tfglm.supervisor.attempts import Attempts
 from tfglm.supervisor.child import Child, reap
@@ -76,7 +77,14 @@ class Supervisor:
         return self.node.rank == 0
 
     async def run(self) -> Exit:
-        """Until a signal, or until going on is hopeless. SIGTERM or SIGINT stops in order, a second one at once."""
+        """Until a signal, or until going on is hopeless. SIGTERM or SIGINT stops in order, a second one at once.
+
+        Raises Fatal when another supervisor has the rank.
+        """
+        with claim(self.runtime.mark):
+            return await self._run()
+
+    async def _run(self) -> Exit:
         self._on_signals()
         stay_in_memory()
         self._ticker = asyncio.create_task(self.presence.tick())
