@@ -34,6 +34,7 @@ class Pages:
         planes = (plane for layer in layers for plane in (layer.latent, layer.rope, layer.index))
         self._planes = [plane for plane in planes if plane is not None]
         self.nbytes = sum(plane[0].nbytes for plane in self._planes)
+        self.device = self._planes[0].device
 
     def read(self, page: int) -> bytearray:
         data = bytearray(self.nbytes)
@@ -139,8 +140,13 @@ class DiskTier:
 
     def fetch(self, keys: Sequence[bytes]) -> Fetch | None:
         """The pages that the disk has of a text whose pages these are, from the first one on; None if it has none."""
-        count = next((n for n, key in enumerate(keys) if key not in self._store), len(keys))
-        return Fetch(self._store, keys[:count], self._readers) if count else None
+        count = self._stored(keys)
+        return self._fetch(keys[:count]) if count else None
+
+    def put(self, fetch: Fetch, page: int, data: bytearray) -> bool:
+        """Put what a fetch gave into a page of the cache. False: it is of no use, and neither is what follows."""
+        self.pages.write(page, data)
+        return True
 
     def used(self, keys: Sequence[bytes]) -> None:
         """A text whose pages these are was used, here or in memory."""
@@ -154,6 +160,13 @@ class DiskTier:
         self._writer.join(READ_LIMIT_S)
         self._readers.pool.shutdown(cancel_futures=True)
         self._store.close()
+
+    def _stored(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys the disk has."""
+        return next((n for n, key in enumerate(keys) if key not in self._store), len(keys))
+
+    def _fetch(self, keys: Sequence[bytes]) -> Fetch:
+        return Fetch(self._store, keys, self._readers)
 
     def _run(self) -> None:
         while (item := self._named.get()) is not None:

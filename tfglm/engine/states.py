@@ -73,7 +73,10 @@ class PromptStates:
             if page is None:
                 break
             stream.pages += stream.pool.take(1)
-            self._disk.pages.write(stream.pages[-1], page)
+            if not self._disk.put(fetch, stream.pages[-1], page):
+                stream.release_spare()
+                fetch.close()
+                break
             stream.length += PAGE
         if not fetch.left:
             del self._fetches[reply]

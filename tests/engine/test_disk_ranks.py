@@ -1,0 +1,137 @@
+"""Prompt states of a model over ranks, each rank's on a disk of its own: what all have is gone on from, and the reply
+is that of a prompt that was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import LIMIT, Receiver, ask
+from threaded_ranks import spread
+
+from tfglm.cache.disk import PageStore
+from tfglm.cache.kept import KeptStates
+from tfglm.cache.pages import PAGE
+from tfglm.cache.ranked_disk import DiskFollower, RankedDiskTier
+from tfglm.cache.tier import Pages
+from tfglm.checkpoint.store import Checkpoint
+from tfglm.checkpoint.synth import write_checkpoint
+from tfglm.drafts.choose import load_drafter
+from tfglm.drafts.costs import Costs
+from tfglm.drafts.policy import Policy
+from tfglm.drafts.speculator import Speculator
+from tfglm.engine.api import GenerationRequest, SamplingParams
+from tfglm.engine.drafting import Drafting
+from tfglm.engine.engine import Engine
+from tfglm.engine.states import PromptStates
+from tfglm.engine.tokenizer import Tokenizer
+from tfglm.models.glm53 import Glm53
+from tfglm.ops.group import Message
+from tfglm.settings import Settings
+
+WHO = b"w" * 32
+RANKS = 3
+PROMPT = torch.randint(0, 250, (3 * PAGE + 20,), generator=torch.Generator().manual_seed(4)).tolist()
+WANTED = GenerationRequest("a", PROMPT, SamplingParams(seed=1), max_tokens=8, logprobs=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
+    path = tmp_path_factory.mktemp("disk_ranks")
+    write_checkpoint(path, "tiny", seed=1, num_hidden_layers=4, n_routed_experts=4, index_topk=32, vocab_size=320)
+    with Checkpoint.open(path) as checkpoint:
+        yield checkpoint
+
+
+def folder_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}"
+
+
+def store(folder: Path, rank: int, pages: Pages) -> PageStore:
+    return PageStore(folder_of(folder, rank), WHO, pages.nbytes, limit=1 << 30, keep_free=0)
+
+
+@contextmanager
+def served(folder: Path, tiny: Checkpoint) -> Iterator[Engine]:
+    """Three ranks with MTP drafts, started anew."""
+    followers: list[DiskFollower] = []
+
+    def handlers(checkpoint: Checkpoint, model: Glm53) -> Mapping[str, Callable[[Message], None]]:
+        drafter = load_drafter("mtp", checkpoint, model, Settings())
+        assert drafter is not None
+        pages = Pages([*model.cache.layers, *drafter.planes])
+        follower = DiskFollower(pages, store(folder, model.group.rank, pages), model.group)
+        followers.append(follower)
+        return {**drafter.handlers(model), **follower.handlers()}
+
+    tokenizer = Tokenizer.from_folder(tiny.path)
+    with spread(tiny, RANKS, handlers=handlers, tokens=16 * PAGE) as [model, *_]:
+        drafter = load_drafter("mtp", tiny, model, Settings())
+        assert drafter is not None
+        speculator = Speculator(drafter, Policy(Costs((1.0,) * 16)), copy=False, vocab_size=tokenizer.vocab_size)
+        pages = Pages([*model.cache.layers, *drafter.planes])
+        kept = KeptStates(model.cache.pool, 8, WHO)
+        states = PromptStates(kept, RankedDiskTier(kept, pages, store(folder, 0, pages), model.group))
+        engine = Engine(model, tokenizer, Settings(context=8 * PAGE), [0], Drafting(speculator), states)
+        engine.start()
+        try:
+            yield engine
+        finally:
+            assert engine.stop(LIMIT)
+    for follower in followers:
+        follower.close()
+
+
+def reply(engine: Engine, wanted: GenerationRequest = WANTED) -> Receiver:
+    receiver = ask(engine, wanted)
+    assert receiver.finished
+    assert engine.wait_idle(LIMIT)
+    return receiver
+
+
+def outcome(receiver: Receiver) -> tuple[object, ...]:
+    *rest, usage = receiver.outcome()
+    return *rest, replace(usage, cached_tokens=0)
+
+
+def cached(receiver: Receiver) -> int:
+    return receiver.finished.usage.cached_tokens
+
+
+def test_a_prompt_resumes_after_a_restart_of_all_ranks(tmp_path: Path, tiny: Checkpoint) -> None:
+    with served(tmp_path, tiny) as engine:
+        first = reply(engine)
+    counts = [len(list(folder_of(tmp_path, rank).glob("*.page"))) for rank in range(RANKS)]
+    assert cached(first) == 0 and counts == [3, 3, 3]
+    with served(tmp_path, tiny) as engine:
+        again = reply(engine)
+        longer = reply(engine, replace(WANTED, id="b", prompt=[*PROMPT[: 2 * PAGE], *PROMPT[:9]]))
+    assert cached(again) == 3 * PAGE and cached(longer) == 2 * PAGE
+    assert outcome(again) == outcome(first)
+    with served(tmp_path / "fresh", tiny) as engine:
+        assert outcome(reply(engine, replace(WANTED, id="b", prompt=[*PROMPT[: 2 * PAGE], *PROMPT[:9]]))) == outcome(
+            longer
+        )
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_what_one_rank_lacks_is_read_again_by_all(how: str, rank: int, tmp_path: Path, tiny: Checkpoint) -> None:
+    with served(tmp_path, tiny) as engine:
+        first = reply(engine)
+    files = sorted(folder_of(tmp_path, rank).glob("*.page"), key=lambda path: path.stat().st_mtime_ns)
+    if how == "missing":
+        files[1].unlink()
+    else:
+        *most, last = files[1].read_bytes()
+        files[1].write_bytes(bytes([*most, last ^ 1]))
+    with served(tmp_path, tiny) as engine:
+        again = reply(engine)
+        memory = reply(engine)
+    assert cached(again) == PAGE
+    assert cached(memory) == 3 * PAGE
+    assert outcome(again) == outcome(first) == outcome(memory)
