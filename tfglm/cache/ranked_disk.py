@@ -13,7 +13,7 @@ import torch
 from tfglm.cache.disk import AHEAD, PageStore
 from tfglm.cache.kept import Block, KeptStates
 from tfglm.cache.tier import CLOSE_LIMIT_S, DiskTier, Fetch, PageLateError, Pages, Readers
-from tfglm.ops.group import Group, Message, together
+from tfglm.ops.group import Fact, Group, Message, together
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class RankedDiskTier(DiskTier):
             return None
         self._under_way = {number: fetch for number, fetch in self._under_way.items() if fetch.left}
         self._begun += 1
-        facts = {"number": self._begun, "keys": _hex(keys[:count]), "under_way": list(self._under_way)}
+        facts: dict[str, Fact] = {"number": self._begun, "keys": _hex(keys[:count]), "under_way": list(self._under_way)}
         with together(self._group, Message("disk_find", facts)):
             count = least(self._group, count, self.pages.device)
         if not count:
@@ -56,7 +56,7 @@ class RankedDiskTier(DiskTier):
 
     def _keep(self, block: Block) -> None:
         before = block.parent.key if block.parent is not None else self._kept.root
-        facts = {"key": block.key.hex(), "before": before.hex(), "page": block.page}
+        facts: dict[str, Fact] = {"key": block.key.hex(), "before": before.hex(), "page": block.page}
         with together(self._group, Message("disk_keep", facts)):
             self._named.put(block)
 
