@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
@@ -16,15 +17,19 @@ from ansible.errors import AnsibleFilterError
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tfglm.cli.plan import PRESETS
-from tfglm.errors import TfglmError
+from tfglm.cli.plan import PRESETS, as_json
+from tfglm.errors import ConfigError, MemoryShortError, TfglmError
 from tfglm.hosts import cabling
 from tfglm.hosts.fabric import Port
 from tfglm.hosts.preflight import Wanted, judge
+from tfglm.hosts.serving import nonsense
 from tfglm.hosts.snapshot import differences
+from tfglm.settings import Settings
 from tfglm.supervisor import provision
 
-SPECS = ROOT / "roles/tfglm/meta/argument_specs.yml"
+SPECS, DERIVED = ROOT / "roles/tfglm/meta/argument_specs.yml", ROOT / "roles/tfglm/vars/main.yml"
+OWN = ("tfglm_settings", "tfglm_names")
+"""Variables that role tfglm sets while it runs."""
 
 
 def _plain(value: Any) -> Any:
@@ -48,10 +53,18 @@ def _filter(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_filter
-def settings(variables: Mapping[str, Any], profile: str = "") -> dict[str, str]:
-    """Settings of the engine out of all variables that begin with tfglm_, over a profile's."""
+def setting_names(names: Sequence[str]) -> list[str]:
+    """Those of the variables `names` that are settings of the engine. Refuses a name that nobody knows."""
     options = yaml.safe_load(SPECS.read_text(encoding="utf-8"))["argument_specs"]["main"]["options"]
-    return provision.engine_settings(variables, [*options, "tfglm_cluster"], PRESETS.get(profile))
+    derived = yaml.safe_load(DERIVED.read_text(encoding="utf-8"))
+    provision.require_known(names, [*options, *derived, *OWN])
+    return sorted(set(names) & set(provision.setting_variables()))
+
+
+@_filter
+def settings(values: Sequence[Any], names: Sequence[str], profile: str) -> dict[str, str]:
+    """Settings of the engine, over those of a profile."""
+    return provision.engine_settings(dict(zip(names, values, strict=True)), PRESETS.get(profile))
 
 
 @_filter
@@ -101,15 +114,17 @@ def netplan(rails: Sequence[Mapping[str, str]], machine: str, mtu: int) -> dict[
 
 
 @_filter
-def ping_targets(rails: Sequence[Mapping[str, str]], machine: str, mtus: Mapping[str, int]) -> list[dict[str, Any]]:
-    """What a machine pings: the other end of each of its rails, with packets as large as both ends take. mtus: by
-    "machine port"."""
+def ping_targets(
+    rails: Sequence[Mapping[str, str]], machine: str, fabrics: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What a machine pings: the other end of each of its rails, with packets as large as both ends take."""
+    mtus = {(name, port.netdev): port.mtu for name, ports in _machines(fabrics).items() for port in ports}
     known = [cabling.Rail(**rail) for rail in rails]
     targets = []
     for rail in known:
         if rail.joins(machine):
             port, _, _, address = rail.end(machine)
-            mtu = min(mtus[f"{rail.a} {rail.a_port}"], mtus[f"{rail.b} {rail.b_port}"])
+            mtu = min(mtus[rail.a, rail.a_port], mtus[rail.b, rail.b_port])
             targets.append({"port": port, "address": cabling.address_of(address), "mtu": mtu})
     return targets
 
@@ -127,6 +142,40 @@ def rail_address(rails: Sequence[Mapping[str, str]], machine: str, seen_from: st
     known = (cabling.Rail(**rail) for rail in rails)
     ends = [rail.end(seen_from) for rail in known if rail.joins(machine) and rail.joins(seen_from)]
     return cabling.address_of(ends[0][3]) if ends else ""
+
+
+@_filter
+def preset_plan(settings: Mapping[str, str], profile: str, available: Sequence[int]) -> dict[str, Any]:
+    """The memory plan of a published model, before its checkpoint is there. Needs what tfglm itself needs."""
+    if profile not in PRESETS:
+        return {}
+    try:
+        from tfglm.memory.inventory import published
+        from tfglm.memory.plan import GPU_CHANGES, make_plan, require
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is missing where Ansible runs: pip install 'tfglm[provision]'") from None
+    values = Settings.from_sources({**settings, "ranks": len(available)}, environ={}, defaults=PRESETS[profile])
+    model = published(profile)
+    plan = make_plan(model, values, list(available))
+    refusal = ""
+    try:
+        require(plan, model, values, GPU_CHANGES)
+    except MemoryShortError as error:
+        refusal = error.message
+    return as_json(plan, values, refusal)
+
+
+@_filter
+def member(fabric: Mapping[str, Any], machine: str, wanted: Sequence[str]) -> dict[str, str]:
+    """Name, control address and its interface of a machine."""
+    return provision.member(machine, fabric["addresses"], fabric["default_netdev"], wanted)
+
+
+@_filter
+def dependencies(extras: Sequence[str]) -> list[str]:
+    """What pip installs for tfglm, from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [*project["dependencies"], *(name for extra in extras for name in project["optional-dependencies"][extra])]
 
 
 @_filter
@@ -153,6 +202,7 @@ class FilterModule:
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
+            "tfglm_setting_names": setting_names,
             "tfglm_settings": settings,
             "tfglm_findings": findings,
             "tfglm_rails": rails,
@@ -165,5 +215,13 @@ class FilterModule:
             "tfglm_differences": _filter(differences),
             "tfglm_cluster_document": _filter(provision.cluster_document),
             "tfglm_node_document": _filter(provision.node_document),
+            "tfglm_command": _filter(provision.command_line),
+            "tfglm_plan_lines": _filter(provision.plan_lines),
+            "tfglm_preset_plan": preset_plan,
+            "tfglm_nonsense": _filter(nonsense),
+            "tfglm_state_lines": _filter(provision.state_lines),
+            "tfglm_setting": _filter(provision.effective),
+            "tfglm_member": member,
+            "tfglm_dependencies": dependencies,
             "tfglm_plan_environment": _filter(provision.plan_environment),
         }

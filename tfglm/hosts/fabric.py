@@ -77,6 +77,8 @@ class Fabric:
 
     ports: tuple[Port, ...]
     default_netdev: str = ""
+    addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of every interface that has one, ports or not, loopback left out."""
     netplan: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Netplan files that name one of the ports, and which they name."""
 
@@ -84,6 +86,7 @@ class Fabric:
         return {
             "ports": [port.as_json() for port in self.ports],
             "default_netdev": self.default_netdev,
+            "addresses": {name: list(found) for name, found in self.addresses.items()},
             "netplan": {name: list(ports) for name, ports in self.netplan.items()},
         }
 
@@ -98,7 +101,13 @@ def read_fabric(sysroot: Path = Path("/"), netdevs: Sequence[str] = ()) -> Fabri
     chosen = [name for name in present if (name in netdevs if netdevs else name in devices)]
     ports = tuple(_port(sysroot, name, devices.get(name, ""), _addresses(name, routes, local)) for name in chosen)
     default = next((netdev for netdev, subnet in routes if subnet.prefixlen == 0), "")
-    return Fabric(_in_pci_order(ports), default, _netplan(sysroot, [port.netdev for port in ports]))
+    every = {name: _addresses(name, routes, local) for name in present if name != "lo"}
+    return Fabric(
+        _in_pci_order(ports),
+        default,
+        {name: found for name, found in every.items() if found},
+        _netplan(sysroot, [port.netdev for port in ports]),
+    )
 
 
 def links_between(machines: Mapping[str, Sequence[Port]]) -> list[Link]:

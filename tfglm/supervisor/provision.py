@@ -6,20 +6,22 @@ import dataclasses
 import difflib
 import json
 import re
+import shlex
 import tempfile
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfglm.errors import ConfigError
-from tfglm.settings import Settings, env_name
+from tfglm.settings import Settings, env_name, range_text
 from tfglm.supervisor.cluster import CLUSTER_FILE, RANK_FILE, VERSION, read_cluster, read_node
+from tfglm.supervisor.fabric import RailState, engine_environment
+from tfglm.supervisor.runtime import Runtime
 
 PREFIX = "tfglm_"
-NOT_VARIABLES = ("ranks", "available_gib")
-"""Settings that follow from the inventory: as many ranks as machines, and what each has free."""
-
-_YAML_TYPES = {bool: "bool", int: "int", float: "float", str: "str"}
+NOT_VARIABLES = ("ranks", "rank", "leader", "available_gib")
+"""Settings that follow from the inventory: as many ranks as machines, in their order, and what each has free."""
 
 
 def setting_variables() -> list[str]:
@@ -27,39 +29,34 @@ def setting_variables() -> list[str]:
     return [PREFIX + f.name for f in dataclasses.fields(Settings) if f.name not in NOT_VARIABLES]
 
 
-def argument_spec() -> dict[str, dict[str, Any]]:
-    """The options of role tfglm that stand for settings, as meta/argument_specs.yml has them."""
-    options = {}
+def inventory_lines() -> str:
+    """Every setting as a comment of inventory.example.ini, with its default."""
+    lines = []
     for f in dataclasses.fields(Settings):
         if f.name not in NOT_VARIABLES:
-            option: dict[str, Any] = {"type": _YAML_TYPES[type(f.default)], "description": _sentence(f)}
-            if f.metadata["choices"]:
-                option["choices"] = list(f.metadata["choices"])
-            options[PREFIX + f.name] = option
-    return options
+            default = int(f.default) if isinstance(f.default, bool) else f.default
+            lines += textwrap.wrap(
+                f"{f.metadata['reason']} ({range_text(f)})", 116, initial_indent="# ", subsequent_indent="# "
+            )
+            lines.append(f"#{PREFIX}{f.name}={default}")
+    return "\n".join(lines)
 
 
-def _sentence(f: dataclasses.Field[Any]) -> str:
-    reason = f.metadata["reason"]
-    return f"{reason[0].upper()}{reason[1:]}."
-
-
-def engine_settings(
-    variables: Mapping[str, Any], known: Iterable[str], preset: Mapping[str, Any] | None = None
-) -> dict[str, str]:
-    """Settings as text out of an inventory's variables, over a preset's.
-
-    known: variables of the roles that are no settings. Raises ConfigError for a variable that nobody knows, which would
-    otherwise do nothing without a word, and for a value out of range.
-    """
+def require_known(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for a variable that nobody knows, which would otherwise do nothing without a word. known: those
+    of the roles that are no settings."""
     allowed = [*setting_variables(), *known]
-    for name in variables:
+    for name in names:
         if name.startswith(PREFIX) and name not in allowed:
             close = difflib.get_close_matches(name, allowed, 1)
             raise ConfigError(
                 f"{name} is in the inventory, but there is no such variable"
                 f"{f'; did you mean {close[0]}?' if close else ''}"
             )
+
+
+def engine_settings(variables: Mapping[str, Any], preset: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Settings as text out of an inventory's variables, over a preset's. Raises ConfigError for one out of range."""
     given = {name: value for name, value in (preset or {}).items() if name not in NOT_VARIABLES}
     given |= {name.removeprefix(PREFIX): variables[name] for name in setting_variables() if name in variables}
     given.pop("api_key", None)
@@ -69,6 +66,25 @@ def engine_settings(
         flagged = re.sub(r"--([a-z-]+)", lambda m: PREFIX + m[1].replace("-", "_"), error.message, count=1)
         raise ConfigError(flagged) from None
     return {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in given.items()}
+
+
+def effective(settings: Mapping[str, str], name: str) -> Any:
+    """What a setting is, given or by default."""
+    return getattr(Settings.from_sources(dict(settings), environ={}), name)
+
+
+def member(machine: str, addresses: Mapping[str, Sequence[str]], default: str, wanted: Sequence[str]) -> dict[str, str]:
+    """{name, control, interface} of a machine: the first of `wanted` that it has, else the first address of its
+    interface `default`. addresses: with prefix length, by interface. Raises ConfigError."""
+    here = {_bare(address): netdev for netdev, found in addresses.items() for address in found}
+    own = [_bare(address) for address in addresses.get(default, ())]
+    control = next((address for address in [*wanted, *own] if address in here), None)
+    if control is None:
+        raise ConfigError(
+            f"{machine} has no address that the others could reach it by: it has {', '.join(here) or 'none'}, the "
+            f"inventory says {' or '.join(filter(None, wanted)) or 'none'}; set tfglm_control"
+        )
+    return {"name": machine, "control": control, "interface": here[control]}
 
 
 def cluster_document(
@@ -113,8 +129,8 @@ def node_document(
     ports: Sequence[Mapping[str, Any]],
     mount: str,
 ) -> dict[str, Any]:
-    """rank.json of `machine`, which fits the document `cluster`. members: with `interface`, that of the control address;
-    ports: this machine's own; mount: "" where the checkpoint lies on a disk of its own."""
+    """rank.json of `machine`, which fits `cluster`. members: with `interface`, that of the control address; ports: this
+    machine's own; mount: "" where the checkpoint lies on a disk of its own."""
     names = [member["name"] for member in members]
     own = {port["netdev"]: port for port in ports}
     document = {
@@ -136,6 +152,48 @@ def node_document(
     }
     _require(cluster, document)
     return document
+
+
+def command_line(cluster: Mapping[str, Any], node: Mapping[str, Any], ports: Sequence[Mapping[str, Any]]) -> str:
+    """What a rank will run, as one would type it; ports: those of its machine."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / CLUSTER_FILE).write_text(json.dumps(cluster))
+        (folder / RANK_FILE).write_text(json.dumps(node))
+        facts = read_cluster(folder)
+        own = read_node(facts, folder)
+    gids = {_bare(a): gid for port in ports for a, gid in zip(port["addresses"], port["gids"], strict=False)}
+    rails = tuple(RailState(rail, gids.get(rail.address, -1)) for rail in own.rails)
+    runtime = Runtime(facts, own)
+    network = engine_environment(own, rails, len(facts.ranks))
+    variables = runtime.engine_variables(1, network) if facts.runtime == "venv" else {}
+    words = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    return " ".join([*words, shlex.join(runtime.engine(1, network))])
+
+
+def plan_lines(plan: Mapping[str, Any], machines: Sequence[str]) -> list[str]:
+    """A memory plan of `tfglm plan --json` in a line a rank and one for the window; sizes in GiB."""
+    lines = []
+    for rank, machine in zip(plan["ranks"], machines, strict=True):
+        sizes = {
+            name: rank[name] / 2**30 for name in ("weights", "caches", "buffers", "need", "available", "lowest_free")
+        }
+        figures = ", ".join(f"{name.replace('_', ' ')} {size:.2f}" for name, size in sizes.items())
+        lines.append(f"rank {rank['rank']} on {machine}: {figures} GiB")
+    fits = "fits" if plan["fits"] else plan["refusal"]
+    return [*lines, f"window of {plan['context']} tokens, largest {plan['largest_context']}: {fits}"]
+
+
+def state_lines(state: Mapping[str, Any]) -> list[str]:
+    """A line a rank out of a supervisor's state file."""
+    lines = []
+    for rank in state["ranks"]:
+        line = f"rank {rank['rank']} on {rank['name']}: {rank['phase']}"
+        line += f" ({rank['reason']})" if rank.get("reason") else ""
+        if "available_gib" in rank:
+            line += f", {rank['available_gib']} GiB available, {rank['low_gib']} at the lowest, {rank['tok_s']} tok/s"
+        lines.append(line)
+    return lines
 
 
 def plan_environment(settings: Mapping[str, str], ranks: int, available: Sequence[int]) -> dict[str, str]:
