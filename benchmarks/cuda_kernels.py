@@ -120,10 +120,11 @@ def attention() -> Iterator[dict[str, object]]:
                 for _ in range(2)
             ]
             counts = torch.full((rows,), TOPK, dtype=torch.int32, device=DEVICE)
+            rope = Rope(*(torch.randn(rows, ROTARY // 2, device=DEVICE) for _ in range(2)))
             out = empty((rows, HEADS, LATENT), torch.bfloat16)
             launches = [
-                lambda p=p, s=s, q=q, counts=counts, out=out, kv=kv: cuda_attention.attend(
-                    q[:, :, :LATENT], q[:, :, LATENT:], Selection(s, counts), 1 / 16, kv, *p, TOPK, out, empty
+                lambda p=p, s=s, q=q, counts=counts, out=out, kv=kv, rope=rope: cuda_attention.attend(
+                    q[:, :, :LATENT], q[:, :, LATENT:], rope, Selection(s, counts), 1 / 16, kv, *p, TOPK, out, empty
                 )
                 for p in planes
                 for s in lists

@@ -8,7 +8,7 @@ import torch
 from tfglm.formats import latent as formats
 from tfglm.formats.latent import KvFormat
 from tfglm.ops import cuda_attention
-from tfglm.ops.base import Selection
+from tfglm.ops.base import Rope, Selection
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,8 @@ class Case:
         for row, count in enumerate(counts):
             slots[row, count:] = 2**30  # nothing past a list may be read
         self.selection = Selection(slots.int().to(device), torch.tensor(counts, dtype=torch.int32, device=device))
+        angles = torch.rand(rows, rotary // 2, generator=generator) * 6
+        self.rope = Rope(angles.cos().to(device), angles.sin().to(device))
         self.kv, self.sizes, self.device, self.scale = kv, sizes, device, 0.7 / math.sqrt(latent)
 
     def run(self, rows: list[int], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,6 +44,7 @@ class Case:
         log_sums = torch.full((len(rows), heads), float("nan"), device=self.device)
         cuda_attention.attend(
             queries[:, :, :latent], queries[:, :, latent : latent + rotary],
+            Rope(self.rope.cos[rows], self.rope.sin[rows]),
             Selection(self.selection.slots[rows], self.selection.counts[rows]), self.scale, self.kv, *self.planes, LIST,
             out, lambda shape, kind: torch.full(shape, float("nan"), dtype=kind, device=self.device), log_sums,
         )  # fmt: skip
@@ -51,12 +54,15 @@ class Case:
         _, latent, rotary = self.sizes
         slots = self.selection.slots[row, : int(self.selection.counts[row])].long().cpu()
         query = self.queries[row].double().cpu()
-        scores = query[:, :latent] @ self.latents[slots].T + query[:, latent : latent + rotary] @ self.rotaries[slots].T
+        cos, sin = self.rope.cos[row].double().cpu(), self.rope.sin[row].double().cpu()
+        even, odd = query[:, latent : latent + rotary : 2], query[:, latent + 1 : latent + rotary : 2]
+        rotated = torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=1).float().bfloat16().double()
+        scores = query[:, :latent] @ self.latents[slots].T + rotated @ self.rotaries[slots].T
         scores = scores * self.scale
         return scores.softmax(dim=1) @ self.latents[slots], scores.logsumexp(dim=1)
 
 
-COUNTS = [1, 31, 32, 33, 127, 128, 129, 160, 255, 256, 257, 383, 500, 639, 640, 7]
+COUNTS = [1, 31, 32, 33, 64, 65, 127, 129, 160, 255, 256, 257, 383, 500, 639, 640, 7]
 
 
 @pytest.mark.parametrize("kv", list(KvFormat))

@@ -18,7 +18,7 @@ MIXED = [(4, 4, 6), (6, 6, 6), (8, 8, 8), (6, 6, 4), (4, 4, 4)]
 SPLIT = [(4, 6, 8), (8, 4, 6), (6, 8, 4)]
 EVERY = [(k2, 18 - k2, 16) for k2 in (2, 4, 6, 8, 10, 12, 14, 16)]
 HALVES = [(3, 3, 5), (7, 7, 7), (5, 5, 3)]
-TOLERANCE = 3e-3  # bf16 roundings between the matrices flip by one unit here and there
+TOLERANCE = 4e-3  # bf16 roundings between the matrices flip by one unit here and there
 
 
 def tables(layer: exl3_math.Layer) -> experts_cuda.ExpertTables:

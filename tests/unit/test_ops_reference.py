@@ -250,12 +250,15 @@ def test_attend(ops: ReferenceOps, random: np.random.Generator, dtype: torch.dty
     rotary = tensor(random.normal(size=(rows, heads, rope_width)) * 2)
     slots = torch.from_numpy(np.stack([random.permutation(6 * PAGE)[:longest] for _ in range(rows)]))
     counts = torch.tensor([1, 2, 3, 15, 16, 17, 31, 32, 33, 36, 37, 1])
-    out = ops.attend(queries, rotary, Selection(slots, counts), 0.3, latent, key)
+    angles = tensor(random.uniform(0, 6, size=(rows, rope_width // 2)))
+    rope = Rope(angles.cos(), angles.sin())
+    out = ops.attend(queries, rotary, Selection(slots, counts), 0.3, latent, key, rope)
     expected = np.zeros((rows, heads, latent_width))
     for row in range(rows):
         listed = slots[row, : counts[row]].numpy()
         latents, keys = exact(latent).reshape(-1, latent_width)[listed], exact(key).reshape(-1, rope_width)[listed]
-        scores = (exact(queries)[row] @ latents.T + exact(rotary)[row] @ keys.T) * 0.3
+        turned = rotated(exact(rotary)[row : row + 1], exact(angles)[row : row + 1])[0]
+        scores = (exact(queries)[row] @ latents.T + turned @ keys.T) * 0.3
         weights = np.exp(scores - scores.max(1, keepdims=True))
         expected[row] = weights / weights.sum(1, keepdims=True) @ latents
     close(out, expected)

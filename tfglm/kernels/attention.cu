@@ -2,12 +2,15 @@
 //
 //   score[h][t] = (latent_query[h] . latent[t] + rotary_query[h] . rotary[t]) * scale;  out[h] = sum softmax(score)[t] * latent[t]
 //
-// The list of a row is cut into chunks of 128 entries, a chunk into tiles of 32 keys. A tile is unpacked once into bfloat16 in shared
-// memory and serves both products. Keys are the matrix rows and heads its columns (scores^T = K . Q^T, out^T = V^T . P^T), so 22
+// Rotary queries come as the linear layer left them and are rotated here. The list of a row is cut into chunks of 64 entries, a chunk
+// into tiles of 32 keys. A tile is unpacked once into bfloat16 in shared memory and serves both products. Keys are the matrix rows and heads its columns (scores^T = K . Q^T, out^T = V^T . P^T), so 22
 // heads fill 24 columns. Within a chunk the softmax is the usual running one; chunks are merged in order with explicit roundings:
 //
 //   attend_chunks  decode: a block a (chunk, row, 24 heads), partial results to memory; merge_chunks folds them in order.
 //   attend_rows    prompt: a block a (row, 24 heads) walks all chunks and folds them in registers, with the same operations.
+//
+// Between two barriers either the tile before is weighed and the next one scored (matrix instructions), or scores are softened while
+// the next tile is unpacked and the one after it comes: two barriers a tile, neither part idle in the other's latencies.
 //
 // Both give a row the same bits. merge_chunks and attend_rows can also give each head's logarithm of the sum of exponentials, which is
 // what merging with other parts of the context needs.
@@ -21,7 +24,7 @@
 //! variant: KV=0 LATENT=48 ROTARY=16 HEAD_TILES=1
 //! variant: KV=2 LATENT=48 ROTARY=16 HEAD_TILES=1
 //! variant: KV=3 LATENT=48 ROTARY=16 HEAD_TILES=1
-//! spills 24
+//! spills 32
 #include "narrow.cuh"
 
 #ifndef KV
@@ -32,7 +35,7 @@
 #endif
 
 constexpr int THREADS = 512, WARPS = 16, QUARTERS = 4;
-constexpr int TILE = 32, CHUNK = 128;
+constexpr int TILE = 32, CHUNK = 64;
 constexpr int HEADS = HEAD_TILES * 8;  // of a block
 
 constexpr int aligned(int n) { return (n + 15) / 16 * 16; }
@@ -41,7 +44,7 @@ constexpr int ROTARY_BYTES = KV == 3 ? ROTARY : 2 * ROTARY;
 constexpr int RAW_BYTES = LATENT_BYTES + ROTARY_BYTES;
 constexpr int KEY_STRIDE = (LATENT + ROTARY) * 2 + 16;  // bytes; the pad keeps ldmatrix free of bank conflicts
 constexpr int P_STRIDE = TILE * 2 + 16;
-constexpr bool PACKED = KV != 0;
+#define PACKED_KV (KV != 0)
 
 constexpr int LATENT_STEPS = LATENT / 16, ROTARY_STEPS = ROTARY / 16;
 constexpr int LATENT_PER_QUARTER = (LATENT_STEPS + QUARTERS - 1) / QUARTERS;
@@ -49,14 +52,14 @@ constexpr int ROTARY_PER_QUARTER = (ROTARY_STEPS + QUARTERS - 1) / QUARTERS;
 // Scores: 2 groups of 16 keys x 4 quarters of the columns x 2 parts of the heads make 16 warps.
 constexpr int SCORE_TILES = (HEAD_TILES + 1) / 2;              // of 8 heads, a warp
 constexpr int OUT_TILES = (LATENT_STEPS + WARPS - 1) / WARPS;  // of 16 latent values, a warp
-constexpr int OWNED = (HEADS + WARPS - 1) / WARPS;             // heads whose softmax a warp keeps: warp, warp + 16
+constexpr int KEYS = TILE / WARPS;                             // that a warp brings
 
 struct Shared {
-    u8 tile[PACKED ? 1 : 2][TILE * KEY_STRIDE];
-    u8 raw[PACKED ? TILE * RAW_BYTES : 16];
+    u8 tile[2][TILE * KEY_STRIDE];
     float scores[QUARTERS][HEADS][TILE + 4];  // the pad spreads a warp's stores over all banks
     __align__(16) u8 p[HEADS * P_STRIDE];
-    float factor[2][HEADS];  // old and new part when results are merged
+    float factor[HEADS];   // of what the tiles before left in the chunk
+    float fold[2][HEADS];  // old and new part where a chunk joins the chunks before
     // then the slots of the list
 };
 
@@ -73,8 +76,9 @@ struct Query {
 
 typedef float Output[OUT_TILES][HEAD_TILES][4];
 
+// Greatest score and sum of exponentials of the head whose softmax a half-warp keeps, the same in its 16 lanes.
 struct Running {
-    float most[OWNED], sum[OWNED];
+    float most, sum;
 };
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -85,8 +89,22 @@ __device__ __forceinline__ u32 query_pair(const u16* q, int head_stride, int hea
     return head < heads ? *reinterpret_cast<const u32*>(q + static_cast<long long>(head) * head_stride + column) : 0u;
 }
 
-__device__ __forceinline__ Query load_query(const u16* latent, int latent_stride, const u16* rotary, int rotary_stride, int head0,
-                                            int heads, int warp, int lane) {
+// Columns column and column + 1 of a head's rotary query: adjacent pairs of q rotated and laid out as halves.
+__device__ __forceinline__ u32 rotated_pair(const u16* q, int head_stride, int head, int heads, int column, const float* cosines,
+                                            const float* sines) {
+    if (head >= heads) return 0u;
+    const int i = column % (ROTARY / 2);
+    const uint2 pairs = *reinterpret_cast<const uint2*>(q + static_cast<long long>(head) * head_stride + 2 * i);
+    const float2 c = *reinterpret_cast<const float2*>(cosines + i), s = *reinterpret_cast<const float2*>(sines + i);
+    const auto turned = [&](u32 pair, float c, float s) {
+        const float even = bf16_low(pair), odd = bf16_high(pair);
+        return column < ROTARY / 2 ? __fmaf_rn(even, c, -__fmul_rn(odd, s)) : __fmaf_rn(odd, c, __fmul_rn(even, s));
+    };
+    return bf16_pair(turned(pairs.x, c.x, s.x), turned(pairs.y, c.y, s.y));
+}
+
+__device__ __forceinline__ Query load_query(const u16* latent, int latent_stride, const u16* rotary, int rotary_stride,
+                                            const float* cosines, const float* sines, int head0, int heads, int warp, int lane) {
     Query query;
     const int g = lane / 4, t = lane % 4, quarter = place_of(warp).quarter;
 #pragma unroll
@@ -104,7 +122,9 @@ __device__ __forceinline__ Query load_query(const u16* latent, int latent_stride
             for (int s = 0; s < ROTARY_PER_QUARTER; s++) {
                 const int step = quarter * ROTARY_PER_QUARTER + s;
                 query.rotary[s][j][half] =
-                    step < ROTARY_STEPS ? query_pair(rotary, rotary_stride, head, heads, step * 16 + half * 8 + 2 * t) : 0u;
+                    step < ROTARY_STEPS
+                        ? rotated_pair(rotary, rotary_stride, head, heads, step * 16 + half * 8 + 2 * t, cosines, sines)
+                        : 0u;
             }
         }
     }
@@ -118,10 +138,28 @@ struct Planes {
     const u8* rotary;
 };
 
-// Starts copying the tile's rows, two to a warp; rows past the list become zero.
-__device__ __forceinline__ void fetch_tile(u8* to, int stride, const Planes& planes, const int* slots, int first, int count) {
-    constexpr int PER_LATENT = LATENT_BYTES / 16, PER_ROW = RAW_BYTES / 16;
+// What a lane brings of its warp's keys, warp and warp + 16 of a tile, in registers: packed latents (and rotary parts of fp4x).
+struct Incoming {
+#if KV == 1
+    uint4 codes[KEYS];
+    float scale[KEYS];
+#elif KV >= 2
+    uint2 codes[KEYS];
+    float scale[KEYS];
+    u32 block[KEYS];  // code of the block's scale
+#if KV == 3
+    uint4 rotary;  // lanes 0..15: of the first key, 16..31: of the second
+    float rotary_scale;
+#endif
+#endif
+};
+
+// Starts copying the bfloat16 part of the tile's rows: all of it, or the rotary part, which must not be read any more. Rows past the
+// list become zero.
+__device__ __forceinline__ void fetch_plain(u8* tile, const Planes& planes, const int* slots, int first, int count) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if KV == 0
+    constexpr int PER_LATENT = LATENT_BYTES / 16, PER_ROW = RAW_BYTES / 16;
 #pragma unroll
     for (int key = warp; key < TILE; key += WARPS) {
         const bool take = first + key < count;
@@ -131,16 +169,25 @@ __device__ __forceinline__ void fetch_tile(u8* to, int stride, const Planes& pla
 #pragma unroll
         for (int base = 0; base < PER_ROW; base += 32) {
             const int part = base + lane;
-            if (part < PER_ROW) cp_async_16(to + key * stride + part * 16, (part < PER_LATENT ? latent : rotary) + part * 16, take);
+            if (part < PER_ROW) cp_async_16(tile + key * KEY_STRIDE + part * 16, (part < PER_LATENT ? latent : rotary) + part * 16, take);
         }
     }
+#elif KV != 3
+    const int key = warp + lane / 16 * WARPS, part = lane % 16;
+    static_assert(ROTARY_BYTES <= 256, "half a warp copies a row");
+    if (part < ROTARY_BYTES / 16) {
+        const bool take = first + key < count;
+        const long long slot = take ? slots[first + key] : 0;
+        cp_async_16(tile + key * KEY_STRIDE + LATENT * 2 + part * 16, planes.rotary + slot * ROTARY_BYTES + part * 16, take);
+    }
+#endif
 }
 
 // A float32 at some byte of a row; rows begin at multiples of 16.
 template <int AT>
 __device__ __forceinline__ float float_at(const u8* row) {
     if (AT % 4 == 0) return *reinterpret_cast<const float*>(row + AT);
-    const u8* p = row + AT;
+    const u8* p = row + AT;  // rows of small models only
     return __uint_as_float(p[0] | p[1] << 8 | p[2] << 16 | static_cast<u32>(p[3]) << 24);
 }
 
@@ -154,8 +201,7 @@ __device__ __forceinline__ void store_sixteen(u8* to, uint4 first, uint4 second)
 }
 
 // 16 e4m3 codes times a power of two.
-__device__ __forceinline__ void unpack_e4m3(const u8* codes, float scale, u8* to) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(codes);
+__device__ __forceinline__ void unpack_e4m3(uint4 raw, float scale, u8* to) {
     const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
     u32 out[8];
 #pragma unroll
@@ -176,8 +222,7 @@ __device__ __forceinline__ void unpack_e4m3(const u8* codes, float scale, u8* to
 }
 
 // 16 e2m1 codes times their block's scale and the row's.
-__device__ __forceinline__ void unpack_e2m1(const u8* codes, float scale, u8* to) {
-    const uint2 raw = *reinterpret_cast<const uint2*>(codes);
+__device__ __forceinline__ void unpack_e2m1(uint2 raw, float scale, u8* to) {
     const u32 words[2] = {raw.x, raw.y}, scale2 = bf16_twice(scale);
     u32 out[8];
 #pragma unroll
@@ -188,29 +233,63 @@ __device__ __forceinline__ void unpack_e2m1(const u8* codes, float scale, u8* to
     store_sixteen(to, make_uint4(out[0], out[1], out[2], out[3]), make_uint4(out[4], out[5], out[6], out[7]));
 }
 
-// Raw rows to bfloat16 rows, two to a warp. Row scales are powers of two and block scales have four bits, so every value is exact.
-__device__ __forceinline__ void unpack_tile(const u8* raw, u8* tile) {
+// Starts loading the packed part of the warp's keys; keys past the list become zero.
+__device__ __forceinline__ void fetch_packed(Incoming& in, const Planes& planes, const int* slots, int first, int count) {
+#if PACKED_KV
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1  // both keys at once take more registers than there are
-    for (int key = warp; key < TILE; key += WARPS) {
-        const u8* row = raw + key * RAW_BYTES;
-        u8* to = tile + key * KEY_STRIDE;
-        if (lane < LATENT / 16) {
+#pragma unroll
+    for (int j = 0; j < KEYS; j++) {
+        const int at = first + warp + j * WARPS;
+        in.codes[j] = {};
+        in.scale[j] = 0.0f;
+#if KV >= 2
+        in.block[j] = 0;
+#endif
+        if (at < count && lane < LATENT / 16) {
+            const u8* row = planes.latent + static_cast<long long>(slots[at]) * LATENT_BYTES;
 #if KV == 1
-            unpack_e4m3(row + lane * 16, float_at<LATENT>(row), to + lane * 32);
+            in.codes[j] = *reinterpret_cast<const uint4*>(row + lane * 16);
+            in.scale[j] = float_at<LATENT>(row);
 #else
-            const float block = bf16_low(e4m3_pair(row[LATENT / 2 + lane]));
-            unpack_e2m1(row + lane * 8, block * float_at<LATENT / 2 + LATENT / 16>(row), to + lane * 32);
+            in.codes[j] = *reinterpret_cast<const uint2*>(row + lane * 8);
+            in.scale[j] = float_at<LATENT / 2 + LATENT / 16>(row);
+            in.block[j] = row[LATENT / 2 + lane];
 #endif
         }
-#if KV == 3
-        if (lane < ROTARY / 16)
-            unpack_e4m3(row + LATENT_BYTES + lane * 16, float_at<LATENT / 2 + LATENT / 16 + 4>(row), to + LATENT * 2 + lane * 32);
-#else
-        if (lane < ROTARY / 8)
-            *reinterpret_cast<uint4*>(to + LATENT * 2 + lane * 16) = *reinterpret_cast<const uint4*>(row + LATENT_BYTES + lane * 16);
-#endif
     }
+#if KV == 3
+    const int at = first + warp + lane / 16 * WARPS;
+    in.rotary = {};
+    in.rotary_scale = 0.0f;
+    if (at < count && lane % 16 < ROTARY / 16) {
+        in.rotary = *reinterpret_cast<const uint4*>(planes.rotary + static_cast<long long>(slots[at]) * ROTARY_BYTES + lane % 16 * 16);
+        in.rotary_scale =
+            float_at<LATENT / 2 + LATENT / 16 + 4>(planes.latent + static_cast<long long>(slots[at]) * LATENT_BYTES);
+    }
+#endif
+#endif
+}
+
+// Packed keys to bfloat16 rows. Row scales are powers of two and block scales have four bits, so every value is exact.
+__device__ __forceinline__ void unpack(const Incoming& in, u8* tile) {
+#if PACKED_KV
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < KEYS; j++) {
+        u8* to = tile + (warp + j * WARPS) * KEY_STRIDE + lane * 32;
+        if (lane < LATENT / 16) {
+#if KV == 1
+            unpack_e4m3(in.codes[j], in.scale[j], to);
+#else
+            unpack_e2m1(in.codes[j], bf16_low(e4m3_pair(in.block[j])) * in.scale[j], to);
+#endif
+        }
+    }
+#if KV == 3
+    if (lane % 16 < ROTARY / 16)
+        unpack_e4m3(in.rotary, in.rotary_scale, tile + (warp + lane / 16 * WARPS) * KEY_STRIDE + LATENT * 2 + lane % 16 * 32);
+#endif
+#endif
 }
 
 // ---- one tile
@@ -252,23 +331,30 @@ __device__ __forceinline__ void score_tile(Shared& shared, const u8* tile, const
 }
 
 // Scores to weights relative to the chunk's greatest score so far. scale includes log2(e). valid: keys of the tile in the list.
+// A half-warp softens head 2 * warp + lane / 16, a lane two keys of it.
 __device__ __forceinline__ void soften_tile(Shared& shared, Running& running, float scale, int valid, int warp, int lane) {
+    const int head = warp * 2 + lane / 16, key = lane % 16 * 2;
+    if (head >= HEADS) return;  // the same in a whole warp
+    float2 s = {0.0f, 0.0f};
 #pragma unroll
-    for (int j = 0; j < OWNED; j++) {
-        const int head = warp + WARPS * j;
-        if (head >= HEADS) break;
-        float s = 0.0f;
-#pragma unroll
-        for (int quarter = 0; quarter < QUARTERS; quarter++) s += shared.scores[quarter][head][lane];
-        s = lane < valid ? __fmul_rn(s, scale) : minus_infinity();
-        const float most = fmaxf(running.most[j], warp_max(s));
-        const float old = exp2f(running.most[j] - most);
-        const u16 p = bf16_bits(exp2f(s - most));
-        running.sum[j] = __fmaf_rn(running.sum[j], old, warp_sum(bf16_float(p)));
-        running.most[j] = most;
-        reinterpret_cast<u16*>(shared.p + head * P_STRIDE)[lane] = p;
-        if (lane == 0) shared.factor[0][head] = old;
+    for (int quarter = 0; quarter < QUARTERS; quarter++) {
+        const float2 more = *reinterpret_cast<const float2*>(&shared.scores[quarter][head][key]);
+        s = {s.x + more.x, s.y + more.y};
     }
+    s.x = key < valid ? __fmul_rn(s.x, scale) : minus_infinity();
+    s.y = key + 1 < valid ? __fmul_rn(s.y, scale) : minus_infinity();
+    float most = fmaxf(running.most, fmaxf(s.x, s.y));
+#pragma unroll
+    for (int step = 8; step > 0; step >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+    const float old = exp2f(running.most - most);
+    const u32 p = bf16_pair(exp2f(s.x - most), exp2f(s.y - most));
+    float sum = bf16_low(p) + bf16_high(p);
+#pragma unroll
+    for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    running.sum = __fmaf_rn(running.sum, old, sum);
+    running.most = most;
+    *reinterpret_cast<u32*>(shared.p + head * P_STRIDE + key * 2) = p;
+    if (lane % 16 == 0) shared.factor[head] = old;
 }
 
 // out^T = out^T * factor + V^T . P^T
@@ -283,7 +369,7 @@ __device__ __forceinline__ void weigh_tile(const Shared& shared, const u8* tile,
         p[j][0][1] = all[1];
         p[j][1][0] = all[2];
         p[j][1][1] = all[3];
-        const float even = shared.factor[0][j * 8 + 2 * t], odd = shared.factor[0][j * 8 + 2 * t + 1];
+        const float even = shared.factor[j * 8 + 2 * t], odd = shared.factor[j * 8 + 2 * t + 1];
 #pragma unroll
         for (int m = 0; m < OUT_TILES; m++) {
             out[m][j][0] *= even;
@@ -341,8 +427,10 @@ __device__ __forceinline__ void store_result(void* out, int as_float, long long 
 struct Problem {
     const u16* latent_query;  // [R, heads, LATENT], rows and heads strided
     int latent_row, latent_head;
-    const u16* rotary_query;
+    const u16* rotary_query;  // likewise, not rotated yet
     int rotary_row, rotary_head;
+    const float* cosines;  // [R, ROTARY / 2]
+    const float* sines;
     Planes planes;
     const int* slots;  // [R, list_stride]
     int list_stride;
@@ -351,34 +439,53 @@ struct Problem {
     int heads;
 };
 
-// Walks entries begin..end of the row's list; `slots` in shared memory holds them.
-template <typename AfterChunk>
+__device__ __forceinline__ Query load_query(const Problem& problem, int row, int head0, int warp, int lane) {
+    const long long at = row;
+    return load_query(problem.latent_query + at * problem.latent_row, problem.latent_head, problem.rotary_query + at * problem.rotary_row,
+                      problem.rotary_head, problem.cosines + at * (ROTARY / 2), problem.sines + at * (ROTARY / 2), head0, problem.heads,
+                      warp, lane);
+}
+
+// Walks the row's list; `slots` in shared memory holds it. soft(i) follows the softening of tile i, weighed(i) its weighing: after
+// the barrier that follows soft(i).
+template <typename Soft, typename Weighed>
 __device__ __forceinline__ void walk(Shared& shared, const Query& query, const Problem& problem, const int* slots, int entries,
-                                     Output& out, Running& running, const AfterChunk& after_chunk) {
+                                     Output& out, Running& running, const Soft& soft, const Weighed& weighed) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (entries + TILE - 1) / TILE;
-    u8* const landing = PACKED ? shared.raw : shared.tile[0];
-    fetch_tile(landing, PACKED ? RAW_BYTES : KEY_STRIDE, problem.planes, slots, 0, entries);
+    Incoming in;
+    fetch_packed(in, problem.planes, slots, 0, entries);
+    fetch_plain(shared.tile[0], problem.planes, slots, 0, entries);
     cp_async_commit();
+    unpack(in, shared.tile[0]);
+    fetch_packed(in, problem.planes, slots, TILE, entries);
+    if (PACKED_KV) {
+        fetch_plain(shared.tile[1], problem.planes, slots, TILE, entries);
+        cp_async_commit();
+    }
+    cp_async_wait<PACKED_KV ? 1 : 0>();
+    __syncthreads();
 #pragma unroll 1
     for (int i = 0; i < tiles; i++) {
-        const u8* tile = shared.tile[PACKED ? 0 : i % 2];
-        cp_async_wait<0>();
-        __syncthreads();  // the tile has landed, and nobody reads the one before
-        if (PACKED) {
-            unpack_tile(shared.raw, shared.tile[0]);
-            __syncthreads();
+        if (i > 0) {
+            weigh_tile(shared, shared.tile[(i - 1) % 2], out, warp, lane);
+            weighed(i - 1);
         }
-        if (i + 1 < tiles) {
-            u8* next = PACKED ? shared.raw : shared.tile[(i + 1) % (PACKED ? 1 : 2)];
-            fetch_tile(next, PACKED ? RAW_BYTES : KEY_STRIDE, problem.planes, slots, (i + 1) * TILE, entries);
-        }
+        score_tile(shared, shared.tile[i % 2], query, warp, lane);
+        __syncthreads();
+        // Of plain tiles the next one comes now, of packed ones the rotary part of the one after it: scores have read tile i's.
+        if (!PACKED_KV) fetch_plain(shared.tile[(i + 1) % 2], problem.planes, slots, (i + 1) * TILE, entries);
+        if (PACKED_KV) fetch_plain(shared.tile[i % 2], problem.planes, slots, (i + 2) * TILE, entries);
         cp_async_commit();
-        score_tile(shared, tile, query, warp, lane);
-        __syncthreads();
         soften_tile(shared, running, problem.scale, entries - i * TILE, warp, lane);
+        soft(i);
+        unpack(in, shared.tile[(i + 1) % 2]);
+        fetch_packed(in, problem.planes, slots, (i + 2) * TILE, entries);
+        cp_async_wait<PACKED_KV ? 1 : 0>();
         __syncthreads();
-        weigh_tile(shared, tile, out, warp, lane);
-        if ((i + 1) % (CHUNK / TILE) == 0 || i + 1 == tiles) after_chunk();
+    }
+    if (tiles > 0) {
+        weigh_tile(shared, shared.tile[(tiles - 1) % 2], out, warp, lane);
+        weighed(tiles - 1);
     }
 }
 
@@ -387,14 +494,6 @@ __device__ __forceinline__ int* stage_slots(Shared& shared, const int* list, int
     for (int i = threadIdx.x; i < entries; i += THREADS) slots[i] = list[i];
     __syncthreads();
     return slots;
-}
-
-__device__ __forceinline__ void start_running(Running& running) {
-#pragma unroll
-    for (int j = 0; j < OWNED; j++) {
-        running.most[j] = minus_infinity();
-        running.sum[j] = 0.0f;
-    }
 }
 
 // f(head of the block, latent value, register) for each value a lane holds.
@@ -413,122 +512,122 @@ __device__ __forceinline__ void each_value(Output& out, int warp, int lane, cons
 // partial [R, chunks, heads, LATENT] float32, unnormalised; state [R, chunks, heads, 2]: greatest score and sum.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend_chunks(const u16* latent_query, int latent_row, int latent_head, const u16* rotary_query, int rotary_row, int rotary_head,
-                  const u8* latent_plane, const u8* rotary_plane, const int* slots, int list_stride, const int* counts, float scale,
+                  const float* cosines, const float* sines, const u8* latent_plane, const u8* rotary_plane, const int* slots, int list_stride, const int* counts, float scale,
                   int heads, float* partial, float* state) {
     chain_start();
     extern __shared__ __align__(128) u8 dynamic_smem[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_smem);
-    const Problem problem{latent_query, latent_row,  latent_head, rotary_query, rotary_row, rotary_head, Planes{latent_plane, rotary_plane},
-                          slots,        list_stride, counts,      scale,        heads};
+    const Problem problem{latent_query, latent_row, latent_head, rotary_query, rotary_row, rotary_head, cosines, sines,
+                          Planes{latent_plane, rotary_plane}, slots, list_stride, counts, scale, heads};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int chunk = blockIdx.x, row = blockIdx.y, head0 = blockIdx.z * HEADS;
     const int entries = min(counts[row] - chunk * CHUNK, CHUNK);
     if (entries <= 0) return;
-    const Query query = load_query(latent_query + static_cast<long long>(row) * latent_row, latent_head,
-                                   rotary_query + static_cast<long long>(row) * rotary_row, rotary_head, head0, heads,
-                                   warp, lane);
+    const Query query = load_query(problem, row, head0, warp, lane);
     const int* listed = stage_slots(shared, slots + static_cast<long long>(row) * list_stride + chunk * CHUNK, entries);
     Output out = {};
-    Running running;
-    start_running(running);
-    walk(shared, query, problem, listed, entries, out, running, [] {});
+    Running running{minus_infinity(), 0.0f};
+    walk(shared, query, problem, listed, entries, out, running, [](int) {}, [](int) {});
     const long long at = (static_cast<long long>(row) * gridDim.x + chunk) * heads + head0;
     each_value(out, warp, lane, [&](int head, int value, float x) {
         if (head0 + head < heads) partial[(at + head) * LATENT + value] = x;
     });
-#pragma unroll
-    for (int j = 0; j < OWNED; j++) {
-        const int head = warp + WARPS * j;
-        if (lane == 0 && head < HEADS && head0 + head < heads) {
-            state[(at + head) * 2] = running.most[j];
-            state[(at + head) * 2 + 1] = running.sum[j];
-        }
-    }
+    const int head = warp * 2 + lane / 16;
+    if (lane % 16 == 0 && head < HEADS && head0 + head < heads)
+        *reinterpret_cast<float2*>(state + (at + head) * 2) = {running.most, running.sum};
 }
 
-// out [R, heads, LATENT] bfloat16 or float32; log_sums [R, heads] or null. A block a head and row, LATENT / 4 threads.
-extern "C" __global__ void merge_chunks(const float* partial, const float* state, const int* counts, int chunks, int heads, void* out,
-                                        int as_float, float* log_sums) {
+// out [R, heads, LATENT] bfloat16 or float32; log_sums [R, heads] or null. grid = (heads, R, LATENT / 128 rounded up), block = 32.
+extern "C" __global__ void __launch_bounds__(32)
+    merge_chunks(const float* partial, const float* state, const int* counts, int chunks, int heads, void* out, int as_float,
+                 float* log_sums) {
     chain_start();
+    constexpr int BATCH = 16;  // chunks asked for together
     const int head = blockIdx.x, row = blockIdx.y, used = (counts[row] + CHUNK - 1) / CHUNK;
+    const int first_value = (blockIdx.z * 32 + threadIdx.x) * 4;
+    if (first_value >= LATENT) return;
     float most = minus_infinity(), sum = 0.0f, value[4] = {};
-    for (int chunk = 0; chunk < used; chunk++) {
-        const long long at = (static_cast<long long>(row) * chunks + chunk) * heads + head;
-        const float4 v = *reinterpret_cast<const float4*>(partial + at * LATENT + threadIdx.x * 4);
-        const Join f = join(most, sum, state[at * 2], state[at * 2 + 1]);
-        value[0] = joined(value[0], v.x, f.old_factor, f.new_factor);
-        value[1] = joined(value[1], v.y, f.old_factor, f.new_factor);
-        value[2] = joined(value[2], v.z, f.old_factor, f.new_factor);
-        value[3] = joined(value[3], v.w, f.old_factor, f.new_factor);
+#pragma unroll 1
+    for (int first = 0; first < used; first += BATCH) {
+        float4 v[BATCH];
+        float2 s[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            if (first + i < used) {
+                const long long at = (static_cast<long long>(row) * chunks + first + i) * heads + head;
+                v[i] = *reinterpret_cast<const float4*>(partial + at * LATENT + first_value);
+                s[i] = *reinterpret_cast<const float2*>(state + at * 2);
+            }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            if (first + i < used) {
+                const Join f = join(most, sum, s[i].x, s[i].y);
+                value[0] = joined(value[0], v[i].x, f.old_factor, f.new_factor);
+                value[1] = joined(value[1], v[i].y, f.old_factor, f.new_factor);
+                value[2] = joined(value[2], v[i].z, f.old_factor, f.new_factor);
+                value[3] = joined(value[3], v[i].w, f.old_factor, f.new_factor);
+            }
     }
     const long long at = static_cast<long long>(row) * heads + head;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        store_result(out, as_float, at * LATENT + threadIdx.x * 4 + i, used ? __fdiv_rn(value[i], sum) : 0.0f);
-    if (log_sums != nullptr && threadIdx.x == 0) log_sums[at] = used ? log_sum(most, sum) : minus_infinity();
+        store_result(out, as_float, at * LATENT + first_value + i, used ? __fdiv_rn(value[i], sum) : 0.0f);
+    if (log_sums != nullptr && first_value == 0) log_sums[at] = used ? log_sum(most, sum) : minus_infinity();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend_rows(const u16* latent_query, int latent_row, int latent_head, const u16* rotary_query, int rotary_row, int rotary_head,
-                const u8* latent_plane, const u8* rotary_plane, const int* slots, int list_stride, const int* counts, float scale,
+                const float* cosines, const float* sines, const u8* latent_plane, const u8* rotary_plane, const int* slots, int list_stride, const int* counts, float scale,
                 int heads, void* out, int as_float, float* log_sums) {
     chain_start();
     extern __shared__ __align__(128) u8 dynamic_smem[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_smem);
-    const Problem problem{latent_query, latent_row,  latent_head, rotary_query, rotary_row, rotary_head, Planes{latent_plane, rotary_plane},
-                          slots,        list_stride, counts,      scale,        heads};
+    const Problem problem{latent_query, latent_row, latent_head, rotary_query, rotary_row, rotary_head, cosines, sines,
+                          Planes{latent_plane, rotary_plane}, slots, list_stride, counts, scale, heads};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row = blockIdx.x, head0 = blockIdx.y * HEADS, entries = counts[row];
     const long long at = static_cast<long long>(row) * heads + head0;
     const int* listed = stage_slots(shared, slots + static_cast<long long>(row) * list_stride, entries);
-    const Query query = load_query(latent_query + static_cast<long long>(row) * latent_row, latent_head,
-                                   rotary_query + static_cast<long long>(row) * rotary_row, rotary_head, head0, heads,
-                                   warp, lane);
+    const Query query = load_query(problem, row, head0, warp, lane);
     Output chunk_out = {}, total = {};
-    Running chunk, whole;
-    start_running(chunk);
-    start_running(whole);
-    walk(shared, query, problem, listed, entries, chunk_out, chunk, [&] {
-        // shared.factor: the last tile's readers are past it only after this barrier.
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < OWNED; j++) {
-            const int head = warp + WARPS * j;
-            if (head >= HEADS) break;
-            const Join f = join(whole.most[j], whole.sum[j], chunk.most[j], chunk.sum[j]);
-            if (lane == 0) {
-                shared.factor[0][head] = f.old_factor;
-                shared.factor[1][head] = f.new_factor;
+    Running chunk{minus_infinity(), 0.0f}, whole = chunk;
+    const int head = warp * 2 + lane / 16, tiles = (entries + TILE - 1) / TILE;
+    const auto closes = [&](int i) { return (i + 1) % (CHUNK / TILE) == 0 || i + 1 == tiles; };
+    walk(
+        shared, query, problem, listed, entries, chunk_out, chunk,
+        [&](int i) {
+            if (!closes(i)) return;
+            const Join f = join(whole.most, whole.sum, chunk.most, chunk.sum);
+            if (lane % 16 == 0 && head < HEADS) {
+                shared.fold[0][head] = f.old_factor;
+                shared.fold[1][head] = f.new_factor;
             }
-        }
-        start_running(chunk);
-        __syncthreads();
+            chunk = {minus_infinity(), 0.0f};
+        },
+        [&](int i) {
+            if (!closes(i)) return;
 #pragma unroll
-        for (int j = 0; j < HEAD_TILES; j++)
+            for (int j = 0; j < HEAD_TILES; j++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int head = j * 8 + lane % 4 * 2 + i % 2;
-                const float old_factor = shared.factor[0][head], new_factor = shared.factor[1][head];
+                for (int i = 0; i < 4; i++) {
+                    const int head = j * 8 + lane % 4 * 2 + i % 2;
+                    const float old_factor = shared.fold[0][head], new_factor = shared.fold[1][head];
 #pragma unroll
-                for (int m = 0; m < OUT_TILES; m++) {
-                    total[m][j][i] = joined(total[m][j][i], chunk_out[m][j][i], old_factor, new_factor);
-                    chunk_out[m][j][i] = 0.0f;
+                    for (int m = 0; m < OUT_TILES; m++) {
+                        total[m][j][i] = joined(total[m][j][i], chunk_out[m][j][i], old_factor, new_factor);
+                        chunk_out[m][j][i] = 0.0f;
+                    }
                 }
-            }
-    });
+        });
     __syncthreads();
-#pragma unroll
-    for (int j = 0; j < OWNED; j++) {
-        const int head = warp + WARPS * j;
-        if (lane == 0 && head < HEADS) {
-            shared.factor[0][head] = whole.sum[j];
-            if (log_sums != nullptr && head0 + head < heads)
-                log_sums[at + head] = entries ? log_sum(whole.most[j], whole.sum[j]) : minus_infinity();
-        }
+    if (lane % 16 == 0 && head < HEADS) {
+        shared.factor[head] = whole.sum;
+        if (log_sums != nullptr && head0 + head < heads)
+            log_sums[at + head] = entries ? log_sum(whole.most, whole.sum) : minus_infinity();
     }
     __syncthreads();
     each_value(total, warp, lane, [&](int head, int value, float x) {
         if (head0 + head < heads)
-            store_result(out, as_float, (at + head) * LATENT + value, entries ? __fdiv_rn(x, shared.factor[0][head]) : 0.0f);
+            store_result(out, as_float, (at + head) * LATENT + value, entries ? __fdiv_rn(x, shared.factor[head]) : 0.0f);
     });
 }

@@ -4,27 +4,25 @@
 
 constexpr int MAX_WARPS = 32;
 
-// Every thread gets the sum: lanes by butterfly, then warps in order.
+// Every thread gets the sum: lanes by butterfly, then warps likewise.
 __device__ __forceinline__ float block_sum(float x) {
     __shared__ float of_warp[MAX_WARPS];
+    const int lane = threadIdx.x % 32;
     x = warp_sum(x);
     __syncthreads();  // an earlier call may still be read
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+    if (lane == 0) of_warp[threadIdx.x / 32] = x;
     __syncthreads();
-    float total = 0.0f;
-    for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; warp++) total += of_warp[warp];
-    return total;
+    return warp_sum(lane < static_cast<int>(blockDim.x) / 32 ? of_warp[lane] : 0.0f);
 }
 
 __device__ __forceinline__ float block_max(float x) {
     __shared__ float of_warp[MAX_WARPS];
+    const int lane = threadIdx.x % 32;
     x = warp_max(x);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+    if (lane == 0) of_warp[threadIdx.x / 32] = x;
     __syncthreads();
-    float top = of_warp[0];
-    for (int warp = 1; warp < static_cast<int>(blockDim.x) / 32; warp++) top = fmaxf(top, of_warp[warp]);
-    return top;
+    return warp_max(of_warp[lane < static_cast<int>(blockDim.x) / 32 ? lane : 0]);
 }
 
 // Sum of x over lower threads; `total` gets the block's sum.

@@ -1,7 +1,7 @@
 // What a token leaves in a layer's cache: the normalised latent and the rotated key, packed in format KV, and on layers with an
 // indexer the index key. One block a row, a pure function of that row; bytes equal those of tfglm/formats/latent.py.
 //
-// KV: 0 bf16, 1 fp8, 2 fp4, 3 fp4x (tfglm/formats/latent.py has the layouts). At most 512 latent and 128 rotary values, index keys
+// KV: 0 bf16, 1 fp8, 2 fp4, 3 fp4x (tfglm/formats/latent.py has the layouts). At most 2048 query, 512 latent and 128 rotary values, index keys
 // of at most 256 values; latent a multiple of 16, rotary and index key of 4.
 //! variant: KV=0
 //! variant: KV=1
@@ -15,7 +15,7 @@
 #endif
 
 constexpr int THREADS = 128;
-constexpr int MAX_LATENT = 512, MAX_ROTARY = 128, MAX_INDEX = 256;
+constexpr int MAX_QUERIES = 2048, MAX_LATENT = 512, MAX_ROTARY = 128, MAX_INDEX = 256;
 
 // ---- numbers
 
@@ -59,15 +59,16 @@ __device__ __forceinline__ void store_bf16(const float* values, int count, u8* t
         reinterpret_cast<u32*>(to)[i] = bf16_pair(values[2 * i], values[2 * i + 1]);
 }
 
+// Greatest magnitude of values [count], for the row's scale.
 __device__ __forceinline__ float greatest(const float* values, int count) {
     float top = 0.0f;
     for (int i = threadIdx.x; i < count; i += THREADS) top = fmaxf(top, fabsf(values[i]));
     return block_max(top);
 }
 
-// values as e4m3 codes; returns the row's scale.
-__device__ __forceinline__ float store_e4m3(const float* values, int count, u8* to) {
-    const int exponent = scale_exponent(greatest(values, count));
+// values, at most `top`, as e4m3 codes; returns the row's scale.
+__device__ __forceinline__ float store_e4m3(const float* values, int count, float top, u8* to) {
+    const int exponent = scale_exponent(top);
     const float reciprocal = reciprocal_of(exponent);
     for (int i = threadIdx.x; i < count / 4; i += THREADS) {
         u32 word = 0;
@@ -78,18 +79,18 @@ __device__ __forceinline__ float store_e4m3(const float* values, int count, u8* 
     return scale_of(exponent);
 }
 
-// values as e2m1 codes with an e4m3 scale for each 16; returns the row's scale.
-__device__ __forceinline__ float store_e2m1(const float* values, int count, u8* to) {
-    const int exponent = scale_exponent(greatest(values, count));
+// values, at most `top`, as e2m1 codes with an e4m3 scale for each 16; returns the row's scale.
+__device__ __forceinline__ float store_e2m1(const float* values, int count, float top, u8* to) {
+    const int exponent = scale_exponent(top);
     const float reciprocal = reciprocal_of(exponent);
     for (int block = threadIdx.x; block < count / 16; block += THREADS) {
-        float y[16], top = 0.0f;
+        float y[16], most = 0.0f;
 #pragma unroll
         for (int j = 0; j < 16; j++) {
             y[j] = values[block * 16 + j] * reciprocal;
-            top = fmaxf(top, fabsf(y[j]));
+            most = fmaxf(most, fabsf(y[j]));
         }
-        const u32 scale_code = e4m3_code(__fdiv_rn(top, 6.0f));
+        const u32 scale_code = e4m3_code(__fdiv_rn(most, 6.0f));
         const float scale = e4m3_value(scale_code), divisor = scale == 0.0f ? 1.0f : scale;
         u32 words[2] = {0, 0};
 #pragma unroll
@@ -110,19 +111,30 @@ __device__ __forceinline__ void rotate_row(const Read& x, const float* cosines, 
     }
 }
 
-// out = rms(x) * weight over `count` values, a multiple of 2; the normalised value is rounded before it is weighted.
+// out = rms(x) * weight over `count` values, a multiple of 2 and at most MAX_QUERIES; the normalised value is rounded before it is
+// weighted. Waits for the kernels before once the weights are under way.
 __device__ __forceinline__ void normalise(const u16* x, const float* weight, float eps, u16* out, int count) {
+    constexpr int PAIRS = MAX_QUERIES / (2 * THREADS);
+    float2 gain[PAIRS];
+    u32 pair[PAIRS];
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++)
+        if (const int i = (threadIdx.x + n * THREADS) * 2; i < count) gain[n] = *reinterpret_cast<const float2*>(weight + i);
+    grid_wait();
     float square = 0.0f;
-    for (int i = threadIdx.x * 2; i < count; i += THREADS * 2) {
-        const u32 pair = *reinterpret_cast<const u32*>(x + i);
-        square += bf16_low(pair) * bf16_low(pair) + bf16_high(pair) * bf16_high(pair);
-    }
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++)
+        if (const int i = (threadIdx.x + n * THREADS) * 2; i < count) pair[n] = *reinterpret_cast<const u32*>(x + i);
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++)
+        if ((threadIdx.x + n * THREADS) * 2 < count)
+            square += bf16_low(pair[n]) * bf16_low(pair[n]) + bf16_high(pair[n]) * bf16_high(pair[n]);
     const float factor = rsqrtf(block_sum(square) / static_cast<float>(count) + eps);
-    for (int i = threadIdx.x * 2; i < count; i += THREADS * 2) {
-        const u32 pair = *reinterpret_cast<const u32*>(x + i);
-        *reinterpret_cast<u32*>(out + i) = bf16_pair(weight[i] * bf16_round(bf16_low(pair) * factor),
-                                                     weight[i + 1] * bf16_round(bf16_high(pair) * factor));
-    }
+#pragma unroll
+    for (int n = 0; n < PAIRS; n++)
+        if (const int i = (threadIdx.x + n * THREADS) * 2; i < count)
+            *reinterpret_cast<u32*>(out + i) = bf16_pair(gain[n].x * bf16_round(bf16_low(pair[n]) * factor),
+                                                         gain[n].y * bf16_round(bf16_high(pair[n]) * factor));
 }
 
 // ---- kernels
@@ -133,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     split_latents(const u16* a, int a_stride, const float* query_norm, const float* norm, float eps, const float* cosines,
                   const float* sines, const long long* slots, u8* latent_plane, int latent_bytes, u8* rotary_plane, int rotary_bytes,
                   u16* out, int queries, int latent, int half) {
-    chain_start();
+    grid_release();
     __shared__ float values[MAX_LATENT], rotary[MAX_ROTARY];
     const int row = blockIdx.x;
     a += static_cast<long long>(row) * a_stride;
@@ -142,29 +154,42 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return;
     }
     a += queries;
-    float square = 0.0f;
-    for (int i = threadIdx.x; i < latent; i += THREADS) {
-        const float x = bf16_float(a[i]);
-        square += x * x;
-    }
-    const float factor = rsqrtf(block_sum(square) / static_cast<float>(latent) + eps);
-    for (int i = threadIdx.x; i < latent; i += THREADS)
-        values[i] = bf16_round(norm[i] * bf16_round(bf16_float(a[i]) * factor));
+    constexpr int MOST = MAX_LATENT / THREADS;
+    float gain[MOST] = {}, x[MOST] = {}, square = 0.0f, top = 0.0f;
+#pragma unroll
+    for (int n = 0; n < MOST; n++)
+        if (const int i = threadIdx.x + n * THREADS; i < latent) gain[n] = norm[i];
+    grid_wait();
+    const long long slot = slots[row];
+#pragma unroll
+    for (int n = 0; n < MOST; n++)
+        if (const int i = threadIdx.x + n * THREADS; i < latent) x[n] = bf16_float(a[i]);
     rotate_row([&](int i) { return bf16_float(a[latent + i]); }, cosines + row * half, sines + row * half, half, rotary);
+#pragma unroll
+    for (int n = 0; n < MOST; n++) square += x[n] * x[n];
+    const float factor = rsqrtf(block_sum(square) / static_cast<float>(latent) + eps);
+#pragma unroll
+    for (int n = 0; n < MOST; n++)
+        if (const int i = threadIdx.x + n * THREADS; i < latent) {
+            const float value = bf16_round(gain[n] * bf16_round(x[n] * factor));
+            values[i] = value;
+            top = fmaxf(top, fabsf(value));
+        }
+    top = KV == 0 ? 0.0f : block_max(top);
     __syncthreads();
 
-    u8* to = latent_plane + slots[row] * latent_bytes;
-    u8* rotary_to = rotary_plane + slots[row] * rotary_bytes;
+    u8* to = latent_plane + slot * latent_bytes;
+    u8* rotary_to = rotary_plane + slot * rotary_bytes;
 #if KV == 0
     store_bf16(values, latent, to);
 #elif KV == 1
-    const float scale = store_e4m3(values, latent, to);
+    const float scale = store_e4m3(values, latent, top, to);
     for (int i = latent / 4 + threadIdx.x; i < latent_bytes / 4; i += THREADS)
         reinterpret_cast<u32*>(to)[i] = i == latent / 4 ? __float_as_uint(scale) : 0u;
 #else
-    const float scale = store_e2m1(values, latent, to);
+    const float scale = store_e2m1(values, latent, top, to);
 #if KV == 3
-    const u32 rotary_scale = __float_as_uint(store_e4m3(rotary, 2 * half, rotary_to));
+    const u32 rotary_scale = __float_as_uint(store_e4m3(rotary, 2 * half, greatest(rotary, 2 * half), rotary_to));
 #else
     const u32 rotary_scale = 0u;
 #endif
@@ -206,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     u8* to = plane + slots[row] * row_bytes;
 #if KV == 3
-    const float scale = store_e4m3(rotated, width, to);
+    const float scale = store_e4m3(rotated, width, greatest(rotated, width), to);
     if (threadIdx.x == 0) *reinterpret_cast<float*>(to + width) = scale;
 #else
     store_bf16(rotated, width, to);

@@ -112,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(256) experts_start(
     const u16* x, const int* picks, const u16* shared_suh, const u16* suh, const float* shared, u16* rotated, float* out,
     Listed* listed, int* distinct, int* valid, int rows, int slots, int experts, int hidden) {
     let_successor_start();
+    wait_for_predecessor();
     if (blockIdx.x == 0) return list_experts(picks, rows, slots, experts, listed, distinct, valid);
     const int lane = threadIdx.x % 32, blocks = hidden / BLOCK;
     const int item = (blockIdx.x - 1) * 8 + threadIdx.x / 32, line = item / blocks;

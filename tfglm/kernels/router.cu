@@ -7,58 +7,68 @@
 //! no-spills
 #include "block.cuh"
 
-constexpr int MAX_PER_LANE = 16;
-
-// (value descending, id ascending) as one unsigned number; 0 is less than all of them.
-__device__ __forceinline__ u64 choice_key(float value, u32 id) {
+// Unsigned numbers in the order of floats, -0 equal to +0; 0 is less than all of them.
+__device__ __forceinline__ u32 choice_key(float value) {
     const u32 bits = __float_as_uint(value + 0.0f);
-    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return static_cast<u64>(ordered) << 32 | (0xffffffffu - id);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-__device__ __forceinline__ u64 warp_greatest(u64 key) {
+template <int PER_LANE>
+__device__ __forceinline__ void route_row(const float* logits, const float* correction, int* experts, float* weights, int count,
+                                          int picks, bool normalise, float factor, bool present) {
+    const int lane = threadIdx.x % 32;
+    float shift[PER_LANE], score[PER_LANE];
+    u32 key[PER_LANE];
 #pragma unroll
-    for (int step = 16; step > 0; step >>= 1) {
-        const u64 other = __shfl_xor_sync(0xffffffffu, key, step);
-        key = other > key ? other : key;
+    for (int i = 0; i < PER_LANE; i++) shift[i] = i * 32 + lane < count ? correction[i * 32 + lane] : 0.0f;
+    grid_wait();
+    if (!present) return;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) score[i] = i * 32 + lane < count ? logits[i * 32 + lane] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        score[i] = 1.0f / (1.0f + expf(-score[i]));
+        key[i] = i * 32 + lane < count ? choice_key(score[i] + shift[i]) : 0;
     }
-    return key;
+    float total = 0.0f, mine = 0.0f;  // lane p keeps pick p; picks <= 32
+#pragma unroll 1
+    for (int pick = 0; pick < picks; pick++) {
+        u32 best = 0;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) best = max(best, key[i]);
+        best = __reduce_max_sync(0xffffffffu, best);
+        u32 id = 0xffffffffu;
+#pragma unroll
+        for (int i = PER_LANE - 1; i >= 0; i--)
+            if (key[i] == best) id = i * 32 + lane;
+        id = __reduce_min_sync(0xffffffffu, id);
+        float found = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (id == i * 32 + lane) {
+                found = score[i];
+                key[i] = 0;
+            }
+        found = __shfl_sync(0xffffffffu, found, id % 32);
+        total += found;
+        if (lane == pick) {
+            mine = found;
+            experts[pick] = static_cast<int>(id);
+        }
+    }
+    if (lane < picks) weights[lane] = (normalise ? __fdiv_rn(mine, total + 1e-20f) : mine) * factor;
 }
 
 // logits [R, E] float32, correction [E] float32 -> experts [R, picks] int32, weights [R, picks] float32.
 extern "C" __global__ void __launch_bounds__(128)
     route(const float* logits, const float* correction, int* experts, float* weights, int rows, int count, int picks, int normalise,
           float factor) {
-    chain_start();
-    const int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= rows) return;
-    logits += static_cast<long long>(row) * count;
-    u64 keys[MAX_PER_LANE];
-#pragma unroll
-    for (int i = 0; i < MAX_PER_LANE; i++) {
-        const int id = i * 32 + lane;
-        keys[i] = 0;
-        if (id < count) keys[i] = choice_key(1.0f / (1.0f + expf(-logits[id])) + correction[id], id);
-    }
-    float total = 0.0f, mine = 0.0f;  // lane p keeps pick p; picks <= 32
-    for (int pick = 0; pick < picks; pick++) {
-        u64 best = 0;
-#pragma unroll
-        for (int i = 0; i < MAX_PER_LANE; i++) best = keys[i] > best ? keys[i] : best;
-        best = warp_greatest(best);
-#pragma unroll
-        for (int i = 0; i < MAX_PER_LANE; i++)
-            if (keys[i] == best) keys[i] = 0;
-        const int id = static_cast<int>(0xffffffffu - static_cast<u32>(best));
-        const float score = 1.0f / (1.0f + expf(-logits[id]));
-        total += score;
-        if (lane == pick) {
-            mine = score;
-            experts[static_cast<long long>(row) * picks + pick] = id;
-        }
-    }
-    if (lane < picks)
-        weights[static_cast<long long>(row) * picks + lane] = (normalise ? __fdiv_rn(mine, total + 1e-20f) : mine) * factor;
+    grid_release();
+    const int row = blockIdx.x * 4 + threadIdx.x / 32;
+    const long long at = row;
+    logits += at * count, experts += at * picks, weights += at * picks;
+    if (count <= 256) route_row<8>(logits, correction, experts, weights, count, picks, normalise, factor, row < rows);
+    else route_row<16>(logits, correction, experts, weights, count, picks, normalise, factor, row < rows);
 }
 
 // experts [total] -> pairs [total], group_expert [groups], group_start [groups + 1]; groups past the last have no pairs.

@@ -95,52 +95,45 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // sum [R, width] = x + branch, and out = rms_norm(sum). branch is bfloat16, or float32 to be rounded first; a second float32 or
-// bfloat16 part may be added to it before. sum may be x. width <= 8192.
-extern "C" __global__ void __launch_bounds__(256)
+// bfloat16 part may be added to it before. sum may be x. A thread has eight values: block = width / 8 rounded up to warps, at most 1024.
+extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm(const u16* x, const void* branch, int branch_is_float, const void* more, int more_is_float, const float* weight,
                  u16* sum, u16* out, int width, float eps) {
-    chain_start();
-    constexpr int MOST = 4;
-    const long long base = static_cast<long long>(blockIdx.x) * width;
-    auto part = [&](const void* p, int is_float, int i) {
-        if (!is_float) return load_eight(static_cast<const u16*>(p) + base + i);
-        const float4 low = *reinterpret_cast<const float4*>(static_cast<const float*>(p) + base + i);
-        const float4 high = *reinterpret_cast<const float4*>(static_cast<const float*>(p) + base + i + 4);
+    grid_release();
+    const int i = threadIdx.x * 8;
+    const bool inside = i < width;
+    const long long base = static_cast<long long>(blockIdx.x) * width + i;
+    const auto eight_floats = [](const float* p) {
+        const float4 low = *reinterpret_cast<const float4*>(p), high = *reinterpret_cast<const float4*>(p + 4);
         return Eight{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     };
-    Eight kept[MOST];
+    const auto part = [&](const void* p, int is_float) {
+        return is_float ? eight_floats(static_cast<const float*>(p) + base) : load_eight(static_cast<const u16*>(p) + base);
+    };
+    Eight gain = {}, e = {};
+    if (inside) gain = eight_floats(weight + i);
+    grid_wait();
     float square = 0.0f;
+    if (inside) {
+        e = load_eight(x + base);
+        Eight b = part(branch, branch_is_float);
+        if (more != nullptr) {
+            const Eight m = part(more, more_is_float);
 #pragma unroll
-    for (int n = 0; n < MOST; n++) {
-        const int i = (threadIdx.x + 256 * n) * 8;
-        if (i < width) {
-            Eight e = load_eight(x + base + i);
-            Eight b = part(branch, branch_is_float, i);
-            if (more != nullptr) {
-                const Eight m = part(more, more_is_float, i);
-#pragma unroll
-                for (int j = 0; j < 8; j++) b.v[j] += m.v[j];
-            }
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                e.v[j] = bf16_round(e.v[j] + bf16_round(b.v[j]));
-                square += e.v[j] * e.v[j];
-            }
-            kept[n] = e;
-            store_eight(sum + base + i, e);
+            for (int j = 0; j < 8; j++) b.v[j] += m.v[j];
         }
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            e.v[j] = bf16_round(e.v[j] + bf16_round(b.v[j]));
+            square += e.v[j] * e.v[j];
+        }
+        store_eight(sum + base, e);
     }
     const float factor = rsqrtf(block_sum(square) / static_cast<float>(width) + eps);
+    if (!inside) return;
 #pragma unroll
-    for (int n = 0; n < MOST; n++) {
-        const int i = (threadIdx.x + 256 * n) * 8;
-        if (i < width) {
-            Eight e = kept[n];
-#pragma unroll
-            for (int j = 0; j < 8; j++) e.v[j] = weight[i + j] * bf16_round(e.v[j] * factor);
-            store_eight(out + base + i, e);
-        }
-    }
+    for (int j = 0; j < 8; j++) e.v[j] = gain.v[j] * bf16_round(e.v[j] * factor);
+    store_eight(out + base, e);
 }
 
 // out [R, inner] = silu(gate) * up of x [R, 2 * inner] (gate first); silu(gate) is rounded before the product. inner % 8 == 0.

@@ -48,9 +48,9 @@ struct RawPiece {
 #endif
 };
 
-// matrix[s]: the A operand of matrix step s.
+// matrix[s]: the A operand of matrix step 2 * part + s.
 struct Fragments {
-    u32 matrix[4][4];
+    u32 matrix[2][4];
 };
 
 // 0x4300 is 128 in bfloat16 and its mantissa counts ones: or-ing a number below 128 into it adds that number exactly.
@@ -76,39 +76,36 @@ __device__ __forceinline__ u32 byte_codes(u32 pair, u32 scale2, u32 bias2) {
 }
 #endif
 
-__device__ __forceinline__ Fragments fragments_of(const RawPiece& raw) {
+__device__ __forceinline__ Fragments fragments_of(const RawPiece& raw, int part) {
     Fragments f;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #if WEIGHT == 0
-#pragma unroll
-        for (int part = 0; part < 2; part++) {
-            const uint4 v = raw.row[half][part];
-            f.matrix[2 * part][half] = v.x;
-            f.matrix[2 * part][half + 2] = v.y;
-            f.matrix[2 * part + 1][half] = v.z;
-            f.matrix[2 * part + 1][half + 2] = v.w;
-        }
+        const uint4 v = raw.row[half][part];
+        f.matrix[0][half] = v.x;
+        f.matrix[0][half + 2] = v.y;
+        f.matrix[1][half] = v.z;
+        f.matrix[1][half + 2] = v.w;
 #elif WEIGHT == 2 || WEIGHT == 3
-        const u32 words[2] = {half ? raw.codes.z : raw.codes.x, half ? raw.codes.w : raw.codes.y};
+        const u32 word = half ? (part ? raw.codes.w : raw.codes.z) : (part ? raw.codes.y : raw.codes.x);
         const u32 scale2 = both_halves(raw.scale[half]), bias2 = both_highs(raw.scale[half]);
 #pragma unroll
-        for (int pair = 0; pair < 8; pair++) {
-            u32 codes = (words[pair / 4] >> (4 * (pair % 4))) & 0x000f000fu;
+        for (int pair = 0; pair < 4; pair++) {
+            u32 codes = (word >> (4 * pair)) & 0x000f000fu;
 #if WEIGHT == 3
             const u32 high = half ? raw.high.y : raw.high.x;
-            codes |= ((high >> (2 * pair)) & 0x00030003u) << 4;
+            codes |= ((high >> (2 * (4 * part + pair))) & 0x00030003u) << 4;
 #endif
             f.matrix[pair / 2][half + 2 * (pair % 2)] = small_codes(codes, scale2, bias2);
         }
 #else
         const uint4 v = raw.codes[half];
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
+        const u32 words[2] = {part ? v.z : v.x, part ? v.w : v.y};
 #if WEIGHT == 4
         const u32 scale2 = both_halves(raw.scale[half]), bias2 = both_highs(raw.scale[half]);
 #endif
 #pragma unroll
-        for (int word = 0; word < 4; word++) {
+        for (int word = 0; word < 2; word++) {
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 const u32 pair = (words[word] >> (8 * odd)) & 0x00ff00ffu;
@@ -129,8 +126,7 @@ struct Activations {
     uint4 part[2];
 };
 
-__device__ __forceinline__ void step_operand(u32 (&b)[2], const Activations& x, int step) {
-    const uint4 v = x.part[step / 2];
-    b[0] = step % 2 ? v.z : v.x;
-    b[1] = step % 2 ? v.w : v.y;
+__device__ __forceinline__ void step_operand(u32 (&b)[2], uint4 part, int step) {
+    b[0] = step ? part.z : part.x;
+    b[1] = step ? part.w : part.y;
 }

@@ -46,10 +46,11 @@ def attention(
     nope, rotary = queries.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=2)
     attended = ops.attend(
         ops.absorb(nope, weights.key_up),
-        ops.rotate(rotary, rope),
+        rotary,
         selection,
         config.attention_scale,
         planes.latent,
         planes.rope,
+        rope,
     )
     return ops.linear(ops.expand(attended, weights.value_up), weights.o_proj), selection

@@ -150,10 +150,12 @@ class Ops(Protocol):
 
     def attend(
         self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
-        latent_plane: torch.Tensor, rope_plane: torch.Tensor,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
     ) -> torch.Tensor:  # fmt: skip
-        """Softmax attention of latent_queries [R, H, C] and rope_queries [R, H, D] over the selected tokens: [R, H,
-        C]."""
+        """Softmax attention of latent_queries [R, H, C] and rope_queries [R, H, D] over the selected tokens: [R, H, C].
+
+        rope_queries come unrotated; rope is theirs.
+        """
         ...
 
     def expand(self, attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:

@@ -155,13 +155,13 @@ class CudaOps:
 
     def attend(
         self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
-        latent_plane: torch.Tensor, rope_plane: torch.Tensor,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
     ) -> torch.Tensor:  # fmt: skip
         longest = min(self.context, selection.slots.shape[1])
         out = self._empty(tuple(latent_queries.shape))
         return cuda_attention.attend(
-            latent_queries, rope_queries, selection, scale, self.precision.kv, latent_plane, rope_plane, longest, out,
-            self._empty,
+            latent_queries, rope_queries, rope, selection, scale, self.precision.kv, latent_plane, rope_plane, longest,
+            out, self._empty,
         )  # fmt: skip
 
     def expand(self, attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 
 from tfglm.formats.latent import KvFormat
 from tfglm.ops import driver
-from tfglm.ops.base import Selection
-from tfglm.ops.cuda_cache import CODE, row_bytes
+from tfglm.ops.base import Rope, Selection
+from tfglm.ops.cuda_cache import CODE
 from tfglm.ops.cuda_launch import chained
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -19,22 +19,22 @@ Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 DECODE_ROWS = 16
 """Windows of up to this many rows spread a row's list over blocks; both kinds give a row the same bits."""
 
-CHUNK = 128
+CHUNK = 64
 _TILE = 32
 _THREADS = 512
 _HEAD_TILES = 3
 
 
 def attend(
-    latent_queries: torch.Tensor, rotary_queries: torch.Tensor, selection: Selection, scale: float, kv: KvFormat,
-    latent_plane: torch.Tensor, rotary_plane: torch.Tensor, longest: int, out: torch.Tensor, empty: Empty,
-    log_sums: torch.Tensor | None = None,
+    latent_queries: torch.Tensor, rotary_queries: torch.Tensor, rope: Rope, selection: Selection, scale: float,
+    kv: KvFormat, latent_plane: torch.Tensor, rotary_plane: torch.Tensor, longest: int, out: torch.Tensor,
+    empty: Empty, log_sums: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """out [R, H, C] bfloat16 or float32: softmax attention over each row's list.
 
-    latent_queries [R, H, C], rotary_queries [R, H, D]: bfloat16, strided rows and heads. longest: at least the length
-    of every list. log_sums: float32 [R, H], gets the natural logarithm of each head's sum of exponentials (-inf for an
-    empty list), with which parts of a context held elsewhere can be merged.
+    latent_queries [R, H, C], rotary_queries [R, H, D] before rotation: bfloat16, strided rows and heads. longest: at
+    least the length of every list. log_sums: float32 [R, H], gets the natural logarithm of each head's sum of
+    exponentials (-inf for an empty list), with which parts of a context held elsewhere can be merged.
     """
     rows, heads, latent = latent_queries.shape
     rotary = rotary_queries.shape[2]
@@ -45,10 +45,10 @@ def attend(
     problem = (
         latent_queries, latent_queries.stride(0), latent_queries.stride(1),
         rotary_queries, rotary_queries.stride(0), rotary_queries.stride(1),
-        latent_plane, rotary_plane, selection.slots, selection.slots.stride(0), selection.counts,
+        rope.cos, rope.sin, latent_plane, rotary_plane, selection.slots, selection.slots.stride(0), selection.counts,
         scale * math.log2(math.e), heads,
     )  # fmt: skip
-    shared = _shared_bytes(kv, latent, rotary, tiles, row_bytes(latent_plane) + row_bytes(rotary_plane))
+    shared = _shared_bytes(latent, rotary, tiles)
     as_float = int(out.dtype == torch.float32)
     if rows > DECODE_ROWS:
         kernel = chained(module.kernel("attend_rows"))
@@ -60,14 +60,14 @@ def attend(
     grid = (chunks, rows, groups)
     chained(module.kernel("attend_chunks"))(grid, _THREADS, (*problem, partial, state), shared=shared + 4 * CHUNK)
     merge = (partial, state, selection.counts, chunks, heads, out, as_float, log_sums)
-    chained(module.kernel("merge_chunks"))((heads, rows), latent // 4, merge)
+    chained(module.kernel("merge_chunks"))((heads, rows, -(-latent // 128)), 32, merge)
     return out
 
 
-def _shared_bytes(kv: KvFormat, latent: int, rotary: int, tiles: int, raw: int) -> int:
+def _shared_bytes(latent: int, rotary: int, tiles: int) -> int:
     """Size of the kernel's `Shared`, without the list of slots after it."""
-    heads, packed = 8 * tiles, kv is not KvFormat.BF16
-    tile = _TILE * ((latent + rotary) * 2 + 16)
+    heads = 8 * tiles
+    keys = 2 * _TILE * ((latent + rotary) * 2 + 16)
     scores = 4 * heads * (_TILE + 4) * 4
     weights = heads * (_TILE * 2 + 16)
-    return (tile + _TILE * raw if packed else 2 * tile + 16) + scores + weights + 2 * heads * 4
+    return -(-(keys + scores + weights + 3 * heads * 4) // 16) * 16

@@ -13,6 +13,7 @@ from tfglm.ops.base import Rope
 from tfglm.ops.cuda_launch import chained
 
 _THREADS = 128
+_MOST_QUERIES = 2048
 CODE = {KvFormat.BF16: 0, KvFormat.FP8: 1, KvFormat.FP4: 2, KvFormat.FP4X: 3}
 """KV in the kernels."""
 
@@ -25,6 +26,7 @@ def split_latents(
 
     The rest is packed into the planes [pages, PAGE, bytes] at slots int64 [R].
     """
+    assert q_norm.shape[0] <= _MOST_QUERIES, f"{q_norm.shape[0]} query values; the kernel keeps {_MOST_QUERIES}"
     planes = (latent_plane, row_bytes(latent_plane), rotary_plane, row_bytes(rotary_plane))
     sizes = (q_norm.shape[0], latent_norm.shape[0], rope.cos.shape[1])
     _kernel(kv, "split_latents")(

@@ -10,14 +10,17 @@ from tfglm.formats import groups
 from tfglm.ops import driver
 from tfglm.ops.cuda_launch import chained
 
-DECODE_ROWS = 16
-"""Windows of up to this many rows take the decode kernels; both kinds give a row the same bits."""
+DECODE_ROWS = 64
+"""Windows of up to this many rows take the decode kernels, 16 rows a block; both kinds give a row the same bits."""
 
 _FORMATS = {"bf16": 0, "fp8": 1, "q4": 2, "q6": 3, "q8": 4}
 _PIECE_BYTES = (2048, 1024, 512, 768, 1024)
 _MAX_SLICES = 8
+_RING = (5, 8, 9, 8, 8)
+"""Pieces in the ring of a decode kernel's warp, as in the kernel file."""
 _STAGES = 3
-_TILE_N = 128
+_WARPS = (4, 2)
+"""Of a block of the prompt kernel: 32 weight rows each, 32 rows each."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,13 @@ def experts(
     pairs int32 [P] sorted by group; group_start int32 [G + 1]; group_expert int32 [G]. A group may be empty.
     """
     _, rows, columns = weights.shape
-    groups_of_pairs = (pairs, group_start, group_expert)
+    groups_of_pairs, parts = (pairs, group_start, group_expert), slices(columns)
     kernel = chained(driver.load("linear", {"WEIGHT": "0"}).kernel("experts_bf16"))
     kernel(
-        (-(-rows // 32), 1, group_expert.shape[0]),
-        32 * slices(columns),
+        (-(-rows // 16), 1, group_expert.shape[0]),
+        32 * parts,
         (x, x.stride(0), divide, weights, out, out.stride(0), _as_float(out), rows, columns, *groups_of_pairs),
+        shared=parts * _ring_bytes(0),
     )
     return out
 
@@ -98,9 +102,16 @@ def _launch(
     parts = slices(k)
     if r <= DECODE_ROWS:
         kernel = chained(module.kernel(f"linear_decode_{8 if r <= 8 else 16}"))
-        kernel((-(-n // 16), 1, batch), 32 * parts, (*common, *strides))
+        grid = (-(-n // 16), -(-r // 16), batch)
+        kernel(grid, 32 * parts, (*common, *strides), shared=parts * _ring_bytes(kind))
         return
-    wide = 64 if r <= 64 else 128
-    stage = _TILE_N // 16 * _PIECE_BYTES[kind] + (4 * _TILE_N if kind >= 2 else 0) + wide * 128
-    kernel = chained(module.kernel(f"linear_prompt_{wide}"))
-    kernel((-(-r // wide), -(-n // _TILE_N), batch), 256, (*common, parts, *strides), shared=_STAGES * stage)
+    tile_n, tile_r = (32 * warps for warps in _WARPS)
+    stage = tile_n // 16 * _PIECE_BYTES[kind] + (4 * tile_n if kind >= 2 else 0) + tile_r * 128
+    kernel = chained(module.kernel("linear_prompt_{}x{}".format(*_WARPS)))
+    grid = (-(-r // tile_r), -(-n // tile_n), batch)
+    kernel(grid, 32 * _WARPS[0] * _WARPS[1], (*common, parts, *strides), shared=_STAGES * stage)
+
+
+def _ring_bytes(kind: int) -> int:
+    """Shared memory of a decode kernel's warp."""
+    return _RING[kind] * (_PIECE_BYTES[kind] + (64 if kind >= 2 else 0))

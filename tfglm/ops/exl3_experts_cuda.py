@@ -231,6 +231,7 @@ def decode(
         (1 + -(-lines * (hidden // BLOCK) // 8),),
         256,
         (x, picks, *suh, shared, w.rotated, out, w.listed, distinct, valid, rows, slots, experts, hidden),
+        overlap=overlap,
     )
     ring = shape["STAGES"] * BLOCK * tables.widest  # bytes a warp
     module.kernel(f"experts_gate_up_{name}")(

@@ -115,9 +115,10 @@ class ReferenceOps:
 
     def attend(
         self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
-        latent_plane: torch.Tensor, rope_plane: torch.Tensor,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
     ) -> torch.Tensor:  # fmt: skip
         """A row's list is padded to a width that depends on its length alone; rows of one width go together."""
+        rope_queries = self.rotate(rope_queries, rope)
         latents, ropes = latent_plane.flatten(0, 1), rope_plane.flatten(0, 1)
         by_width: dict[int, list[int]] = {}
         for row, count in enumerate(selection.counts.tolist()):
