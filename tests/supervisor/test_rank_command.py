@@ -58,8 +58,7 @@ FACTS: dict[str, Any] = {
     "name": "sparks",
     "checkpoint": "/srv/models/glm",
     "runtime": "docker",
-    "settings": {"kv": "fp4"},
-    "wire": "nccl",
+    "settings": {"kv": "fp4", "wire": "nccl"},
     "ranks": [{"name": "a", "control": "10.0.0.1"}, {"name": "b", "control": "10.0.0.2"}],
     "docker": {"image": "tfglm@sha256:ab", "user": "1000:1000", "memory": "12g", "volumes": ["/nvme:/spill"]},
 }
@@ -89,10 +88,10 @@ def test_the_containers_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         "--env TFGLM_API_KEY --env",
         "--env GLM_SUPERVISED=sparks/1",
         "--env NCCL_IB_HCA=roce0",
-        "--env TFGLM_KV=fp4",
+        "--env TFGLM_KV=fp4 --env TFGLM_WIRE=nccl",
     ):
         assert words in text, words
-    engine = "engine /srv/models/glm --rank 1 --ranks 2 --leader 10.0.0.1:29561 --wire nccl"
+    engine = "engine /srv/models/glm --rank 1 --ranks 2 --leader 10.0.0.1:29561"
     assert text.endswith(f"--entrypoint tfglm tfglm@sha256:ab {engine}")
     assert "secret" not in text
     assert "--privileged" not in text

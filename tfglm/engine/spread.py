@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import platform
 import socket
 import threading
@@ -61,6 +62,8 @@ def facts_of(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
         "checkpoint": checkpoint_digest(checkpoint.path),
         "settings": {name: getattr(settings, name) for name in ("device", "kv", "dense", "head", "wire")},
         "machine": computing_facts(settings),
+        # The service's number of this start of all ranks: those of different attempts never mix.
+        "start": os.environ.get("GLM_START", ""),
     }
 
 

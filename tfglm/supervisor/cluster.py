@@ -27,6 +27,8 @@ VERSION = 1
 
 _NOT_HERE = {
     "ranks": "it is the number of entries in ranks",
+    "rank": "rank.json says it",
+    "leader": "it is the control address of rank 0",
     "api_key": "the file is readable by all; systemd passes the key as the credential api_key",
 }
 
@@ -107,7 +109,6 @@ class Cluster:
     settings: Mapping[str, str] = fact("tfglm settings by name, as in the README's table", dict)
     runtime: str = fact("what the engine runs in", "venv", choices=("venv", "docker"))
     command: tuple[str, ...] = fact("the tfglm command, on the node or in the image", ("tfglm",), filled=True)
-    wire: str = fact("what tensors travel through between ranks", "auto", choices=("auto", "gloo", "nccl", "shared"))
     environment: Mapping[str, str] = fact("environment of the engine, beside what the supervisor sets", dict)
     ports: Ports = fact("ports on the control network", Ports)  # noqa: RUF009
     docker: Docker = fact("the container runtime", Docker)  # noqa: RUF009

@@ -31,7 +31,6 @@ class Runtime:
         leader = f"[{leader}]" if ":" in leader else leader
         words = ["engine", cluster.checkpoint, "--rank", str(self.node.rank), "--ranks", str(ranks)]
         words += ["--leader", f"{leader}:{cluster.ports.rendezvous}"]
-        words += [] if cluster.wire == "auto" else ["--wire", cluster.wire]
         if cluster.runtime == "venv":
             return [*cluster.command, *words]
         return self._container(words, self.engine_variables(generation, network), generation)
