@@ -44,6 +44,8 @@ class FakeModel:
         self._logits = logits
         self._history: dict[Stream, list[int]] = {}
 
+    page_tokens = PAGE
+
     @property
     def tokens_total(self) -> int:
         return self.pool.pages * PAGE

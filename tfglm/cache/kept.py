@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tfglm.cache.pages import PAGE, PagePool, Stream
+from tfglm.cache.pages import PagePool, Stream
 
 
 @dataclass(eq=False)
@@ -51,6 +51,7 @@ class KeptStates:
     def __init__(self, pool: PagePool, budget: int, identity: bytes = b"") -> None:
         self.write_away: Callable[[Block], None] | None = None
         """Called with every page that becomes kept; `written` is to be called when that is done."""
+        self.page_tokens = pool.page_tokens
         self._pool = pool
         self._budget = budget
         self._root = hashlib.blake2b(identity, digest_size=32).digest()
@@ -71,7 +72,7 @@ class KeptStates:
     def keys(self, tokens: Sequence[int], before: bytes | None = None) -> list[bytes]:
         """The keys of the whole pages of a text; `before`: the key of the page before it, if it is not the first."""
         raw = np.asarray(tokens, "<u4").tobytes()
-        keys, key, size = [], self._root if before is None else before, 4 * PAGE
+        keys, key, size = [], self._root if before is None else before, 4 * self.page_tokens
         for start in range(0, len(raw) - size + 1, size):
             key = hashlib.blake2b(raw[start : start + size], key=key, digest_size=32).digest()
             keys.append(key)
@@ -112,7 +113,7 @@ class KeptStates:
     def lend(self, stream: Stream, blocks: Sequence[Block]) -> None:
         """Begin an empty stream with pages that `find` found."""
         stream.lend([block.page for block in blocks])
-        stream.length = len(blocks) * PAGE
+        stream.length = len(blocks) * self.page_tokens
         self._lent[stream] = list(blocks)
 
     def keep(self, stream: Stream, keys: Sequence[bytes]) -> int:

@@ -1,4 +1,5 @@
-"""Who holds which page of the cache. A page is PAGE consecutive tokens of one stream, in every layer's planes alike."""
+"""Who holds which page of the cache. A page is PAGE consecutive tokens of one stream, in every layer's planes alike;
+over context-parallel ranks it is PAGE tokens of each."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ PAGE = 256
 
 
 class PagePool:
-    """The free pages. Used from one thread, that of the forward pass."""
+    """The free pages. Used from one thread, that of the forward pass. ranks: those that a page's tokens are dealt out
+    to, in turns."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, ranks: int = 1) -> None:
         self.pages = pages
+        self.page_tokens = PAGE * ranks
         self._free = list(range(pages - 1, -1, -1))
 
     @property
@@ -23,8 +26,8 @@ class PagePool:
         """`count` pages, or MemoryShortError and none."""
         if count > self.free:
             raise MemoryShortError(
-                f"the cache is full: {count * PAGE} more tokens are needed, {self.free * PAGE} of {self.pages * PAGE} "
-                "are free; end a stream or give the cache more tokens"
+                f"the cache is full: {count * self.page_tokens} more tokens are needed, {self.free * self.page_tokens} "
+                f"of {self.pages * self.page_tokens} are free; end a stream or give the cache more tokens"
             )
         return [self._free.pop() for _ in range(count)]
 
@@ -51,7 +54,7 @@ class Stream:
 
     def missing_pages(self, length: int) -> int:
         """Pages to take before the stream can hold `length` tokens."""
-        return max(0, pages_for(length) - len(self.pages))
+        return max(0, pages_for(length, self.pool.page_tokens) - len(self.pages))
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on; pages that hold none of the rest become free. Raises ValueError."""
@@ -68,7 +71,7 @@ class Stream:
 
     def release_spare(self) -> None:
         """Give back the pages past the stream's length."""
-        kept = pages_for(self.length)
+        kept = pages_for(self.length, self._pool.page_tokens)
         self._pool.give([page for page in self.pages[kept:] if page not in self.lent])
         self.lent.difference_update(self.pages[kept:])
         del self.pages[kept:]
@@ -107,5 +110,5 @@ class Follower(Stream):
         self.closed = True
 
 
-def pages_for(tokens: int) -> int:
-    return -(-tokens // PAGE)
+def pages_for(tokens: int, page_tokens: int = PAGE) -> int:
+    return -(-tokens // page_tokens)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from tfglm.cache.pages import PAGE
 from tfglm.engine.api import (
     ContextLengthError,
     EngineState,
@@ -51,18 +50,20 @@ class Engine:
     ) -> None:
         """The window of one request is settings.context, or all that the model's cache holds if that is 0. Without
         `drafting` every round gives one token, without `states` every prompt is read from its start."""
-        pages = model.tokens_total // PAGE
+        pages = model.tokens_total // model.page_tokens
         assistant = tokenizer.id_of(ASSISTANT)
         self._model = model
         self._tokenizer = tokenizer
         self._settings = settings
         self._drafting = drafting or Drafting()
         self._eos = frozenset(eos_token_ids) | (frozenset() if assistant is None else {assistant})
-        self._capacity = pages * PAGE
+        self._capacity = model.tokens_total
         self._context = min(settings.context or self._capacity, self._capacity)
         self._states = states or PromptStates()
         share = settings.prefill_share
-        self._scheduler = Scheduler(settings.parallel, settings.max_queued, pages, self._states, share)
+        self._scheduler = Scheduler(
+            settings.parallel, settings.max_queued, pages, self._states, share, model.page_tokens
+        )
         self._replies: dict[str, Reply] = {}
         self._state: EngineState = "loading"
         self._changed = threading.Condition()
@@ -164,7 +165,7 @@ class Engine:
             context=self._context,
             kv_tokens_used=used,
             kv_tokens_total=self._capacity,
-            kept_tokens=self._states.pages * PAGE,
+            kept_tokens=self._states.pages * self._model.page_tokens,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             iteration_tokens=self._iteration_tokens,

@@ -25,6 +25,11 @@ class Model(Protocol):
         """Tokens the cache holds over all streams; a stream occupies whole pages."""
         ...
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        ...
+
     def open_stream(self) -> Stream: ...
 
     def forward(self, window: Sequence[Rows]) -> torch.Tensor:

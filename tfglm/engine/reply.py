@@ -14,7 +14,7 @@ from itertools import groupby
 import numpy as np
 
 from tfglm.cache.kept import Block
-from tfglm.cache.pages import Stream, pages_for
+from tfglm.cache.pages import Stream
 from tfglm.engine.api import (
     Channel,
     Delta,
@@ -68,7 +68,7 @@ class Reply:
         seed_salt: str,
     ) -> None:
         self.request = request
-        self.pages = pages_for(len(request.prompt) + request.max_tokens)
+        self.longest = len(request.prompt) + request.max_tokens
         self.promised = 0
         self.reused: list[Block] = []
         self.page_keys: list[bytes] | None = None

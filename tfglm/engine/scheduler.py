@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from tfglm.cache.pages import PAGE, pages_for
 from tfglm.engine.api import QueueFullError
 from tfglm.engine.reply import Reply
 from tfglm.engine.states import PromptStates
@@ -29,7 +30,7 @@ class Plan:
 
 
 class Scheduler:
-    """First come, first served, into `parallel` lanes over a cache of `pages` pages.
+    """First come, first served, into `parallel` lanes over a cache of `pages` pages of `page_tokens` tokens.
 
     A request is admitted once the pages of its whole prompt and reply are free, less the kept ones it begins with, so
     that nothing runs out in the middle of a reply; it is never overtaken by a smaller one. Several prompts are read in
@@ -40,11 +41,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, parallel: int, max_queued: int, pages: int, states: PromptStates, prefill_share: float = 1.0
+        self,
+        parallel: int,
+        max_queued: int,
+        pages: int,
+        states: PromptStates,
+        prefill_share: float = 1.0,
+        page_tokens: int = PAGE,
     ) -> None:
         self.waiting: deque[Reply] = deque()
         self.running: list[Reply] = []
         self._pages = pages
+        self._page_tokens = page_tokens
         self._states = states
         self._parallel = parallel
         self._max_queued = max_queued
@@ -115,7 +123,7 @@ class Scheduler:
         """Set aside what a reply needs beside the kept pages it begins with; others are dropped for it. False if there
         is no room yet."""
         self._states.find(reply)
-        reply.promised = reply.pages - len(reply.reused)
+        reply.promised = pages_for(reply.longest, self._page_tokens) - len(reply.reused)
         self._states.drop(reply.promised - self.free_pages)
         if reply.promised <= self.free_pages:
             return True

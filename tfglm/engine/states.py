@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfglm.cache.kept import KeptStates
-from tfglm.cache.pages import PAGE, Stream
+from tfglm.cache.pages import Stream
 from tfglm.cache.tier import DiskTier, Fetch, PageLateError
 from tfglm.engine.reply import Reply
 
@@ -65,7 +65,7 @@ class PromptStates:
         if fetch is None or self._disk is None or stream is None:
             return 0
         start, most = stream.length, max(1, RESTORE_BYTES // self._disk.pages.nbytes)
-        while stream.length - start < most * PAGE:
+        while stream.length - start < most * stream.pool.page_tokens:
             try:
                 page = fetch.next()
             except PageLateError:
@@ -77,7 +77,7 @@ class PromptStates:
                 stream.release_spare()
                 fetch.close()
                 break
-            stream.length += PAGE
+            stream.length += stream.pool.page_tokens
         if not fetch.left:
             del self._fetches[reply]
         return stream.length - start
@@ -88,14 +88,14 @@ class PromptStates:
         if self._kept and reply.stream is not None and reply.failure is None:
             if reply.page_keys is None:
                 reply.page_keys = self._kept.keys(reply.request.prompt)
-            reply.promised -= self._kept.keep(reply.stream, reply.page_keys[: reply.read // PAGE])
+            reply.promised -= self._kept.keep(reply.stream, reply.page_keys[: reply.read // self._kept.page_tokens])
 
     def finished(self, reply: Reply) -> None:
         """A reply is over, and its pages are promised to nobody else yet: keep the whole pages of prompt and reply."""
         if self._kept and self._replies and reply.stream is not None and reply.failure is None:
-            known = (reply.page_keys or [])[: reply.read // PAGE]
-            prompt, cached = reply.request.prompt[len(known) * PAGE :], min(reply.cached, reply.stream.length)
-            text = [*prompt, *reply.tokens][: cached - len(known) * PAGE]
+            known = (reply.page_keys or [])[: reply.read // self._kept.page_tokens]
+            prompt, cached = reply.request.prompt[len(known) * self._kept.page_tokens :], min(reply.cached, reply.stream.length)
+            text = [*prompt, *reply.tokens][: cached - len(known) * self._kept.page_tokens]
             keys = known + self._kept.keys(text, known[-1] if known else None)
             self._kept.keep(reply.stream, keys)
 
