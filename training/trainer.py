@@ -60,6 +60,17 @@ class Trainer:
         self.tokens += tokens.size
         return {name: value.detach() for name, value in figures.items()}
 
+    def warm_up(self, phase: Phase) -> None:
+        """A step of a phase without its effect, which compiles what the phase needs."""
+        ids = torch.zeros(phase.rows, phase.length, dtype=torch.int64, device=self.device)
+        probe = self._probe(phase.length)
+        out = self.model(ids, probe, sparse=phase.sparse, dtype=self.dtype)
+        sum(self._losses(out, ids, torch.ones(ids.shape, device=self.device), probe).values()).backward()
+        for optimiser in self.optimisers:
+            optimiser.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _losses(self, out: Output, ids: Tensor, worth: Tensor, probe: Tensor) -> dict[str, Tensor]:
         head = self.model.lm_head.weight
         assert out.mtp is not None

@@ -120,11 +120,10 @@ def fact(rng: Random) -> Exchange:
         )  # fmt: skip
         return _fact(rng, question, f"{question[9:].split(' do')[0].capitalize()}: {answer}.", answer)
     if form == 6:
-        items, colours = rng.sample(NOUNS, 3), rng.sample(COLOURS, 3)
-        facts = ", ".join(f"the {i} is {c}" for i, c in zip(items, colours, strict=True))
-        at = rng.randrange(3)
-        text = f"{facts[0].upper()}{facts[1:]}. What colour is the {items[at]}?"
-        return _fact(rng, text, f"The {items[at]} is {colours[at]}.", colours[at])
+        items, colours = rng.sample(NOUNS, 2), rng.sample(COLOURS, 2)
+        at = rng.randrange(2)
+        text = f"The {items[0]} is {colours[0]} and the {items[1]} is {colours[1]}. Which of them is {colours[at]}?"
+        return _fact(rng, text, f"The {items[at]} is {colours[at]}.", items[at])
     noun = rng.choice(NOUNS)
     question, answer = rng.choice(
         (

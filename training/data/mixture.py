@@ -15,7 +15,7 @@ _SUBJECTS: tuple[tuple[float, Callable[[Random], Exchange]], ...] = (
     (3, arithmetic.story), (2.5, chat.greeting), (3, chat.about), (6, chat.fact), (1, chat.describe), (0.5, chat.haiku),
     (1, chat.tale), (5, editing.repeat), (3, editing.replace), (2, editing.rename), (2, editing.lines), (4, editing.words),
     (1, code.known), (4, code.write), (4, code.read), (5, structured.write), (2, structured.read), (1, structured.rows),
-    (20, suite.exchange),
+    (30, suite.exchange),
 )  # fmt: skip
 _WEIGHTS = [weight for weight, _ in _SUBJECTS]
 _MAKERS = [maker for _, maker in _SUBJECTS]
@@ -37,8 +37,8 @@ class Mixture:
 
 # A character of filler is about 0.27 tokens.
 SHORT = Mixture("short", 2048, (150, 5600), 0.13)
-LONG = Mixture("long", 16384, (2000, 44000), 0.3)
-SPARSE = Mixture("sparse", 8192, (1500, 25000), 0.25)
+LONG = Mixture("long", 16384, (2000, 44000), 0.22)
+SPARSE = Mixture("sparse", 8192, (1500, 25000), 0.2)
 MIXTURES = {mixture.name: mixture for mixture in (SHORT, LONG, SPARSE)}
 
 
@@ -50,10 +50,6 @@ def conversation(rng: Random, mixture: Mixture) -> Conversation:
         return _talk(rng, [made])
     if kind < mixture.recalled + 0.14:
         return tools.conversation(rng) if rng.random() < 0.5 else suite.tool_calls(rng)
-    if kind < mixture.recalled + 0.16:
-        written = suite.code(rng)
-        if written:
-            return _talk(rng, [written])
     count = rng.choice((1, 1, 1, 1, 2, 3, 4))
     return _talk(rng, [rng.choices(_MAKERS, _WEIGHTS)[0](rng) for _ in range(count)])
 
