@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from tfglm.cache.latent import LatentCache
-from tfglm.cache.pages import PAGE, Stream
+from tfglm.cache.pages import Stream
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.checkpoint.store import Checkpoint
@@ -74,12 +74,21 @@ class Glm53:
         return Share(Layout.of(self.config, self.group.ranks, self.placement), self.group.rank)
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self.cache.pool.page_tokens
+
+    @property
     def tokens_total(self) -> int:
-        return self.cache.pool.pages * PAGE
+        return self.cache.pool.pages * self.page_tokens
 
     @property
     def tokens_free(self) -> int:
-        return self.cache.pool.free * PAGE
+        return self.cache.pool.free * self.page_tokens
+
+    def prepare(self, rows: int, window: int, taps: Taps) -> None:
+        """Do now what the first decode windows of up to `rows` rows, in streams of up to `window` tokens, would wait
+        for. Called before anything is read; there may be nothing to do."""
 
     def open_stream(self) -> Stream:
         """An empty stream. Raises MemoryShortError when no page is free."""
