@@ -13,11 +13,11 @@ import torch
 
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
-from tfglm.drafts.base import Kept
+from tfglm.drafts.base import Ask, Kept
 from tfglm.drafts.block_config import BlockConfig
 from tfglm.drafts.block_drafter import BlockDrafter
 from tfglm.drafts.block_weights import expected_shapes
-from tfglm.drafts.choose import load_drafter, measured_costs
+from tfglm.drafts.choose import load_drafter, measured_costs, prepare
 from tfglm.drafts.costs import Costs
 from tfglm.drafts.mtp import MtpDrafter
 from tfglm.drafts.policy import Policy
@@ -26,7 +26,9 @@ from tfglm.engine.api import Delta, Event, Failed, Finished, GenerationRequest, 
 from tfglm.engine.drafting import Drafting
 from tfglm.engine.engine import Engine
 from tfglm.engine.tokenizer import Tokenizer
+from tfglm.models import glm53_cuda
 from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.source import CheckpointSource
 from tfglm.models.window import Rows
 from tfglm.settings import Settings
 
@@ -143,6 +145,40 @@ def test_drafted_replies_are_the_serial_ones(
     drafting = Drafting(speculator)
     assert replies(model, tokenizer, drafting, 4) == replies(model, tokenizer, None, 1)
     assert speculator.on and any(source == kind for source, _ in speculator.slots)
+
+
+def test_steps_of_the_mtp_layer_from_graphs_are_its_launches(checkpoint: Checkpoint, device: torch.device) -> None:
+    """Also when all of them were captured beforehand, and no capture is left to be made later."""
+    found = []
+    for graphs in (True, False):
+        source = CheckpointSource(checkpoint)
+        model = glm53_cuda.load(
+            checkpoint.config, source, tokens=4096, kv="fp8", dense="bf16", head="bf16", graphs=graphs
+        )
+        drafter = load_drafter("mtp", checkpoint, model, Settings(kv="fp8"))
+        prepare(model, drafter, 4096)
+        if model.graphs is not None:
+            assert len(model.graphs) == 2 * 16
+        contexts, drafts = [], []
+        for number in range(3):
+            stream = model.open_stream()
+            contexts.append(drafter.open(stream))
+            passed = model.forward_tapped([Rows(stream, TEXT[number : number + 30], 1, prompt=True)], drafter.taps)
+            drafter.read([Kept(contexts[-1], TEXT[number : number + 30], 0)], passed)
+        for some in ([0], [0, 1, 2], [2, 1], [1]):
+            asks = [Ask(contexts[n], TEXT[40 + n], 5 - n, best, lambda sure: True, sampled=False) for n in some]
+            drafts += [draft.tokens for draft in drafter.propose(asks)]
+            window = [Rows(contexts[n].trunk, [TEXT[40 + n], 7], 2) for n in some]
+            passed = model.forward_tapped(window, drafter.taps)
+            drafter.read([Kept(contexts[n], [TEXT[40 + n], 7], 2 * i) for i, n in enumerate(some)], passed)
+        found.append(drafts)
+        if model.graphs is not None:
+            assert len(model.graphs) == 2 * 16
+    assert found[0] == found[1] and all(len(tokens) > 1 for tokens in found[0])
+
+
+def best(ids: Any, values: Any, ahead: int) -> tuple[int, float]:
+    return int(ids[values.argmax()]), 0.5
 
 
 def test_costs_are_measured(checkpoint: Checkpoint, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.engine.api import Delta, Event, Failed, Finished, GenerationRequest, SamplingParams
 from tfglm.engine.engine import Engine
 from tfglm.engine.keep import prompt_states
+from tfglm.engine.model import Drawing
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.models import glm53_cuda
 from tfglm.models.glm53 import Glm53, load_model
@@ -110,6 +112,36 @@ def test_graphs_give_the_replies_of_launches(checkpoint: Checkpoint, device: tor
         )
         found.append(replies(model, checkpoint, asked)[0])
     assert found[0] == found[1]
+
+
+def test_tokens_drawn_on_the_gpu_are_the_sampler_s(checkpoint: Checkpoint, device: torch.device) -> None:
+    """300 requests with all that a Draw says, some that need the sampler among them, beside each other and alone."""
+    dice = random.Random(1)
+    asked = []
+    for number in range(300):
+        sampling = SamplingParams(
+            temperature=dice.choice([0.0, 0.3, 1.0, 2.5]),
+            top_p=dice.choice([1.0, 0.95, 0.5]),
+            top_k=dice.choice([0, 1, 40, 1000]),
+            min_p=dice.choice([0.0, 0.0, 0.02]),
+            presence_penalty=dice.choice([0.0, 0.0, 0.0, 0.5]),
+            seed=dice.randrange(1 << 40),
+        )
+        prompt = text(dice.randrange(1, 60), number)
+        asked.append(GenerationRequest(f"r{number}", prompt, sampling, dice.randrange(1, 24), ignore_eos=True))
+    model = load_model(checkpoint, tokens=16 * PAGE, device="cuda")
+    assert isinstance(model, Drawing)
+    got, _ = replies(model, checkpoint, asked)
+
+    class HandsOut:
+        """The same model as one that only gives logits."""
+
+        tokens_total, open_stream, forward = model.tokens_total, model.open_stream, model.forward
+        cache, decodes_alike = model.cache, model.decodes_alike
+
+    want, _ = replies(HandsOut(), checkpoint, asked)  # type: ignore[arg-type]
+    assert got == want
+    assert sum(map(len, got)) == sum(request.max_tokens for request in asked)
 
 
 SCRIPT = """

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from tfglm.checkpoint.config import GenerationDefaults
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.cli.serving import Session
-from tfglm.drafts.choose import load_drafter, measured_costs
+from tfglm.drafts.choose import load_drafter, measured_costs, prepare
 from tfglm.drafts.copy import CopyCorpus
 from tfglm.drafts.costs import TEXT, Costs
 from tfglm.drafts.kind import drafter_kind
@@ -31,6 +31,7 @@ from tfglm.errors import CheckpointError, ConfigError
 from tfglm.memory.inventory import Inventory
 from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, Plan, make_plan, require
 from tfglm.models import glm53
+from tfglm.models.taps import Taps
 from tfglm.server.info import ModelInfo
 from tfglm.server.smoke import greeting
 from tfglm.server.state import Served
@@ -120,12 +121,15 @@ def _drafting(
     """The drafter, loaded, and windows timed; None when nothing is to be drafted."""
     if settings.draft_trace:
         tracing = TracingDrafter(load_drafter(kind, checkpoint, model, settings), Path(settings.draft_trace))
+        model.prepare(settings.parallel, settings.context, tracing.taps)
         nothing = Policy(Costs((1.0,)))
         speculator = Speculator(tracing, nothing, copy=False, vocab_size=tokenizer.vocab_size)
         return Drafting(speculator, settings.draft_noise)
     if kind == "none" and not settings.copy:
+        model.prepare(settings.parallel, settings.context, Taps())
         return None
     drafter = load_drafter(kind, checkpoint, model, settings)
+    prepare(model, drafter, settings.context)
     costs = measured_costs(model, drafter, tokenizer.encode(TEXT))
     log.info(
         "drafts: %s%s; a window of 1 row takes %.1f ms, of %d rows %.1f ms; a draft %.1f ms and %.1f ms a token more",

@@ -24,6 +24,7 @@ from tfglm.drafts.policy import WINDOW_ROWS
 from tfglm.models.glm53 import Glm53
 from tfglm.models.mtp import Mtp, load_mtp
 from tfglm.models.source import CheckpointSource
+from tfglm.models.taps import Taps
 from tfglm.models.window import Rows
 from tfglm.settings import Settings
 
@@ -56,6 +57,13 @@ def _load_mtp(checkpoint: Checkpoint, model: Glm53, kv: str) -> Mtp:
         assert isinstance(model, CudaGlm53)
         return load_mtp_cuda(model, source)
     return Mtp(model, load_mtp(model.weights, model.config, source), kv)
+
+
+def prepare(model: Glm53, drafter: Drafter | None, window: int) -> None:
+    """Do now what the first windows with drafts would wait for, in streams of up to `window` tokens."""
+    model.prepare(WINDOW_ROWS, window, drafter.taps if drafter else Taps())
+    if isinstance(drafter, MtpDrafter):
+        drafter.prepare(WINDOW_ROWS, window)
 
 
 def measured_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -> Costs:

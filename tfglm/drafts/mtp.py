@@ -48,6 +48,10 @@ class MtpDrafter:
         self.rows = MtpRows(model, mtp)
         self.planes = mtp.cache.layers
 
+    def prepare(self, rows: int, window: int) -> None:
+        """See Glm53.prepare."""
+        self._mtp.prepare(rows, window)
+
     def open(self, stream: Stream) -> MtpContext:
         return MtpContext(next(self._numbers), stream, self._mtp.open_stream(stream))
 

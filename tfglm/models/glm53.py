@@ -90,6 +90,10 @@ class Glm53:
         """Do now what the first decode windows of up to `rows` rows, in streams of up to `window` tokens, would wait
         for. Called before anything is read; there may be nothing to do."""
 
+    def prepare(self, rows: int, window: int, taps: Taps) -> None:
+        """Do now what the first decode windows of up to `rows` rows, in streams of up to `window` tokens, would wait
+        for. Called before anything is read; there may be nothing to do."""
+
     def open_stream(self) -> Stream:
         """An empty stream. Raises MemoryShortError when no page is free."""
         if not self.cache.pool.free:

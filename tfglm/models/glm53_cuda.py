@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 
@@ -130,7 +131,7 @@ class CudaGlm53(Glm53):
         count = rows.tokens.shape[0]
         if self.graphs is None or count > GRAPH_ROWS or rows.prompt:
             return super()._forward(self.on_device(rows), taps)
-        passed = self._replayed(rows, context_kind(_longest(rows)), taps)
+        passed = self._replayed(rows, context_kind(longest(rows)), taps)
         if len(rows.wanted) < count:
             passed = replace(passed, logits=passed.logits[rows.wanted.to(self.device)])
         return passed
@@ -141,9 +142,9 @@ class CudaGlm53(Glm53):
         that none has to wait for it. Where other ranks take part, it is left to the first who needs one."""
         if self.graphs is None or self.group.ranks > 1:
             return
-        stream = self.open_stream()
-        for context in context_kinds(window):
-            for count in range(min(rows, GRAPH_ROWS), 0, -1):
+        stream, kinds = self.open_stream(), product(context_kinds(window), range(min(rows, GRAPH_ROWS), 0, -1))
+        with self.graphs.told("model"):
+            for context, count in kinds:
                 with appended([Rows(stream, [0] * count, count)], self.cache.pool, self.config) as laid_out:
                     self._replayed(laid_out, context, taps)
                 stream.truncate(0)
@@ -151,7 +152,7 @@ class CudaGlm53(Glm53):
 
     def on_device(self, rows: LaidOut) -> LaidOut:
         """A window as views of one copy on the device, whose operations are told how far it reaches."""
-        self.ops.context, self.ops.prompt = pages_for(_longest(rows)) * PAGE, rows.prompt
+        self.ops.context, self.ops.prompt = pages_for(longest(rows)) * PAGE, rows.prompt
         inputs = packed(rows, len(rows.window.spans), self.ops.context, self.device)
         return unpacked(inputs.to(self.device, non_blocking=True), rows, len(rows.window.spans))
 
@@ -189,7 +190,7 @@ def _pins(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _longest(rows: LaidOut) -> int:
+def longest(rows: LaidOut) -> int:
     """Tokens of the longest stream once the window is part of it."""
     return max(span.position + span.stop - span.start for span in rows.window.spans)
 

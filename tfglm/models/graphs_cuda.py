@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 GRAPH_ROWS = 16
 """Rows of the largest window that is captured: what the decode kernels take."""
@@ -55,6 +60,19 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """Log what is captured meanwhile."""
+        begin, before, free = time.monotonic(), len(self), torch.cuda.mem_get_info(self._device)[0]
+        yield
+        log.info(
+            "%s: %d windows captured in %.1f s, %.0f MiB",
+            what,
+            len(self) - before,
+            time.monotonic() - begin,
+            (free - torch.cuda.mem_get_info(self._device)[0]) / 2**20,
+        )
 
     def find(self, key: Hashable) -> Captured | None:
         if key not in self._captured:

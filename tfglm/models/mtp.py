@@ -105,6 +105,9 @@ class Mtp:
         attends to what its predecessor attended to and to itself, without scoring the cache again."""
         return self._forward(window, step.rows, step.selection)
 
+    def prepare(self, rows: int, window: int) -> None:
+        """See Glm53.prepare."""
+
     def _forward(self, window: Sequence[Rows], hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         with appended(window, self._pool, self.config) as rows:
             return self.layer(rows, hidden, before)

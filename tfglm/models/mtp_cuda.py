@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
+from itertools import product
 
 import torch
 
 from tfglm.cache.latent import LatentCache
 from tfglm.models.glm53 import Glm53
-from tfglm.models.glm53_cuda import CudaGlm53, PackedCache, hold_layer
+from tfglm.models.glm53_cuda import CudaGlm53, PackedCache, hold_layer, longest, packed, unpacked
+from tfglm.models.graphs_cuda import GRAPH_ROWS, Captured, context_kind, context_kinds
 from tfglm.models.mtp import Mtp, MtpStep, MtpWeights, alone, load_mtp
 from tfglm.models.source import Source
-from tfglm.models.window import LaidOut
+from tfglm.models.window import LaidOut, Rows, appended
 from tfglm.ops.base import Selection
 
 
@@ -42,5 +45,57 @@ class CudaMtp(Mtp):
         return PackedCache(alone(model.config), model.tokens_total, kv_format, device)  # type: ignore[return-value]
 
     def layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
-        """A chain does not keep its first step's list: the kernels bound a list by index_topk."""
-        return super().layer(self._model.on_device(rows), hidden, None)
+        """A chain does not keep its first step's list: the kernels bound a list by index_topk. What a step of few rows
+        gives is to be read before the next one."""
+        if self._model.graphs is None or rows.tokens.shape[0] > GRAPH_ROWS:
+            return super().layer(self._model.on_device(rows), hidden, None)
+        step = self._replayed(rows, context_kind(longest(rows)), hidden)
+        if len(rows.wanted) == rows.tokens.shape[0]:
+            return step
+        wanted = rows.wanted.to(self._model.device)
+        selection = Selection(step.selection.slots[wanted], step.selection.counts[wanted])
+        return MtpStep(step.logits[wanted], step.rows[wanted], selection)
+
+    @torch.inference_mode()
+    def prepare(self, rows: int, window: int) -> None:
+        model = self._model
+        if model.graphs is None or model.group.ranks > 1:
+            return
+        trunk, kinds = model.open_stream(), product(context_kinds(window), range(min(rows, GRAPH_ROWS), 0, -1))
+        hidden = torch.zeros(GRAPH_ROWS, self.config.hidden_size, dtype=torch.bfloat16, device=model.device)
+        with model.graphs.told("MTP layer"):
+            for context, count in kinds:
+                own = self.open_stream(trunk)
+                with appended([Rows(own, [0] * count, count)], model.cache.pool, self.config) as laid_out:
+                    self._replayed(laid_out, context, hidden[:count])
+        trunk.close()
+
+    def _replayed(self, rows: LaidOut, context: int, hidden: torch.Tensor) -> MtpStep:
+        """Logits and rows of the whole window, where the graph leaves them."""
+        graphs, count = self._model.graphs, rows.tokens.shape[0]
+        assert graphs is not None
+        key = ("mtp", count, context)
+        inputs = packed(rows, count, context, self._model.device)
+        ready = graphs.find(key)
+        if ready is None:
+            ready = self._captured(key, inputs.to(self._model.device), rows, context, hidden.clone())
+        else:
+            ready.inputs[0].copy_(inputs, non_blocking=True)
+            ready.inputs[1].copy_(hidden)
+        ready.graph.replay()
+        step: MtpStep = ready.result
+        return step
+
+    def _captured(
+        self, key: Hashable, inputs: torch.Tensor, rows: LaidOut, context: int, hidden: torch.Tensor
+    ) -> Captured:
+        graphs, ops, count = self._model.graphs, self._model.ops, rows.tokens.shape[0]
+        assert graphs is not None
+        laid_out = unpacked(inputs, replace(rows, wanted=torch.arange(count)), count)
+        ops.context, ops.prompt = context, False
+
+        def forward() -> MtpStep:
+            step = super(CudaMtp, self).layer(laid_out, hidden, None)
+            return replace(step, logits=graphs.logits[:count].copy_(step.logits))
+
+        return graphs.capture(key, (inputs, hidden, laid_out.wanted), forward)

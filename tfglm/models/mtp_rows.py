@@ -105,6 +105,8 @@ class MtpRows:
     def _chain(self, laid_out: LaidOut, rows: Sequence[int]) -> MtpStep:
         assert self._step is not None, "a chain goes on from a step"
         step, going = self._step, list(rows)
-        selection = Selection(step.selection.slots[going], step.selection.counts[going])
-        self._step = self._mtp.layer(laid_out, step.rows[going], selection)
+        if len(going) < len(step.rows):
+            selection = Selection(step.selection.slots[going], step.selection.counts[going])
+            step = MtpStep(step.logits, step.rows[going], selection)
+        self._step = self._mtp.layer(laid_out, step.rows, step.selection)
         return self._step
