@@ -57,10 +57,11 @@ def test_imports_point_downwards(path: Path) -> None:
 
 
 def test_the_http_side_never_loads_torch() -> None:
-    """The server, the terminal client and the parts of the engine that the server speaks with."""
+    """The server, the terminal client, the checks and the parts of the engine that the server speaks with."""
     server = [f"tfglm.server.{path.stem}" for path in (ROOT / "server").glob("*.py") if path.stem != "__init__"]
+    checks = [f"tfglm.checks.{path.stem}" for path in (ROOT / "checks").glob("*.py") if path.stem != "__init__"]
     engine = ["tfglm.engine.api", "tfglm.engine.tokenizer", "tfglm.engine.text"]
-    code = f"import sys, {', '.join([*server, *engine])}, tfglm.cli.main; sys.exit('torch' in sys.modules)"
+    code = f"import sys, {', '.join([*server, *checks, *engine])}, tfglm.cli.main; sys.exit('torch' in sys.modules)"
     assert len(server) > 20
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 

@@ -62,10 +62,11 @@ def _cell(found: Tally) -> str:
     return f"{found.outcomes['right']}/{found.asked}" if found.asked else "–"
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, *columns: str, names: int = 1) -> Table:
+    """The first `names` columns are text, the others figures."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for at, column in enumerate(columns):
-        table.add_column(column, justify="right" if at else "left", no_wrap=True)
+        table.add_column(column, justify="left" if at < names else "right", no_wrap=True)
     return table
 
 
@@ -131,7 +132,7 @@ def keys_of(results: Iterable[Result]) -> Counter[str]:
 def needle_table(title: str, placed: Sequence[Placed], results: Sequence[Result]) -> Table:
     """A line a length and kind, counted in keys. `missing`: no value was given."""
     columns = ("length", "kind", "prompt", "right", "", "outdated", "wrong", "missing", "errors", "missed at")
-    table = _table(title, *columns)
+    table = _table(title, *columns, names=2)
     rows = list(dict.fromkeys((item.length, item.problem.kind) for item in placed))
     for at, (length, kind) in enumerate(sorted(rows, key=lambda row: row[0])):
         mine = [

@@ -11,7 +11,7 @@ from tfglm.checks.client import Server, ServerError
 from tfglm.checks.problem import Grade, Json, Problem, Reply, judge
 
 GIVE_UP = 5
-"""Errors one after the other, with no reply between them, after which the rest is not asked."""
+"""Errors a request at a time, one after the other with no reply between them, after which the rest is not asked."""
 NOT_ASKED = "not asked after too many errors"
 
 
@@ -62,7 +62,7 @@ async def ask_all(
     async def work() -> None:
         nonlocal failed
         for at in waiting:
-            if failed >= GIVE_UP:
+            if failed >= GIVE_UP * concurrency:
                 result = Result(problems[at], None, error=NOT_ASKED)
             else:
                 result = await _ask(server, problems[at], stream)

@@ -252,7 +252,9 @@ def _none(rng: Random, level: int) -> Problem:
     def grade(reply: Reply) -> Grade:
         if reply.calls:
             return wrong(f"{reply.calls[0].name} is called although nothing needs it")
-        return RIGHT if reply.content.strip() else invalid("an empty reply")
+        # Nothing is asked of the words, so they may be any; a reply without an end is none.
+        whole = reply.content.strip() and reply.finish != "length"
+        return RIGHT if whole else invalid("an empty reply")
 
     return Problem("tools", "none", text, (user(text),), grade, answer=answer, tools=_offered(rng, level, [unused]))
 
