@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
+import os
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-TOY = Path(__file__).parent / "toy_rank.py"
-PATIENCE_S = 90.0  # for what is no fault's detection: starting Python and torch on a busy machine
+import toy_rank
+
+PATIENCE_S = 90.0  # for what is no fault's detection: starting processes on a busy machine
+# A server that has loaded torch once forks the ranks.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tfglm.ranks.gloo", "tfglm.ranks.shared", "tfglm.ranks.wires", "toy_rank"])
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -23,27 +27,38 @@ def free_port(host: str = "127.0.0.1") -> int:
 class Toy:
     """One toy rank."""
 
-    def __init__(self, plan: dict, log: Path, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, plan: dict, log: Path) -> None:
         self.rank = plan["rank"]
         self.log = log
         self.events: list[dict] = []
         self.ended_at: float | None = None
         self._changed = threading.Condition()
-        with log.open("w") as stderr:
-            command = [*prefix, sys.executable, str(TOY), json.dumps(plan)]
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        self._heard, said = _PROCESSES.Pipe(duplex=False)
+        self.process = _PROCESSES.Process(target=toy_rank.run, args=(plan, said, str(log)), daemon=True)
+        self.process.start()
+        said.close()
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        try:
+            while True:
+                event = self._heard.recv()
+                with self._changed:
+                    self.events.append(event)
+                    self._changed.notify_all()
+        except EOFError:
             with self._changed:
-                self.events.append(json.loads(line))
+                self.ended_at = time.monotonic()  # the kernel closes the pipe when it ends the process
                 self._changed.notify_all()
-        self.process.wait()
-        with self._changed:
-            self.ended_at = time.monotonic()
-            self._changed.notify_all()
+
+    @property
+    def exit_code(self) -> int | None:
+        self.process.join(PATIENCE_S)
+        return self.process.exitcode
+
+    def send(self, what: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, what)
 
     def wait_for(self, event: str, count: int = 1, within_s: float = PATIENCE_S) -> dict:
         """The count-th event of this name."""
@@ -67,11 +82,12 @@ class Toy:
         return self.wait_for("error", within_s=0)
 
     def story(self) -> str:
-        return f"{self.events[-5:]}, exit code {self.process.poll()}, log: {self.log.read_text()[-2000:]}"
+        return f"{self.events[-5:]}, exit code {self.process.exitcode}, log: {self.log.read_text()[-2000:]}"
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+        self._heard.close()
 
 
 class Toys:
@@ -81,8 +97,8 @@ class Toys:
         self.folder = folder
         self.all: list[Toy] = []
 
-    def start(self, plan: dict, prefix: tuple[str, ...] = ()) -> Toy:
-        toy = Toy(plan, self.folder / f"toy{len(self.all)}.log", prefix)
+    def start(self, plan: dict) -> Toy:
+        toy = Toy(plan, self.folder / f"toy{len(self.all)}.log")
         self.all.append(toy)
         return toy
 

@@ -29,7 +29,7 @@ def assert_all_named_it(ranks: list[Toy], hurt: int) -> None:
             error = toy.error()
             assert error["message"].startswith("E_RANKS: "), error
             assert f"rank {hurt}" in error["message"], toy.story()
-            assert toy.process.returncode != 0
+            assert toy.exit_code != 0
 
 
 @pytest.mark.parametrize("hurt", [0, 1, 2])
@@ -42,7 +42,7 @@ def test_a_rank_is_killed_or_stopped(toys: Toys, how: signal.Signals, wire: str,
     for toy in ranks:
         toy.wait_for("sum", 3)
     began = time.monotonic()
-    ranks[hurt].process.send_signal(how)
+    ranks[hurt].send(how)
     took = ends_of_the_others(ranks, hurt, began)
     assert max(took.values()) < WITHIN_S, took
     assert_all_named_it(ranks, hurt)
@@ -55,7 +55,7 @@ def test_a_rank_is_lost_while_another_has_not_come(toys: Toys, how: signal.Signa
     ranks[0].wait_for("listening")
     ranks[1].wait_for("progress")  # it has joined and waits for rank 2
     began = time.monotonic()
-    ranks[hurt].process.send_signal(how)
+    ranks[hurt].send(how)
     took = ends_of_the_others(ranks, hurt, began)
     assert max(took.values()) < WITHIN_S, took
     assert_all_named_it(ranks, hurt)
@@ -64,7 +64,7 @@ def test_a_rank_is_lost_while_another_has_not_come(toys: Toys, how: signal.Signa
 @pytest.mark.parametrize("hurt", [0, 1, 2])
 def test_a_delay_shorter_than_the_limits_is_waited_for(toys: Toys, hurt: int) -> None:
     """Standing in its own work for longer than a lost beat takes: it goes on beating, so nobody gives it up."""
-    ranks = toys.start_ranks(3, wire="shared", phase="busy", stand={str(hurt): 6.0})
+    ranks = toys.start_ranks(3, wire="shared", phase="busy", stand={hurt: 6.0})
     for toy in ranks:
         toy.wait_for("sum", 5)
 
@@ -72,7 +72,7 @@ def test_a_delay_shorter_than_the_limits_is_waited_for(toys: Toys, hurt: int) ->
 @pytest.mark.parametrize("wire", ["gloo", "shared"])
 @pytest.mark.parametrize("hurt", [0, 1, 2])
 def test_a_rank_that_beats_but_does_not_get_on(toys: Toys, wire: str, hurt: int) -> None:
-    ranks = toys.start_ranks(3, wire=wire, phase="busy", stand={str(hurt): 60.0}, step_s=3.0)
+    ranks = toys.start_ranks(3, wire=wire, phase="busy", stand={hurt: 60.0}, step_s=3.0)
     began = min(toy.wait_for("sum", 3)["at"] for toy in ranks)
     took = {toy.rank: toy.wait_end(within_s=30) - began for toy in ranks}
     assert min(took.values()) >= 3.0 and max(took.values()) < 3.0 + WITHIN_S, took

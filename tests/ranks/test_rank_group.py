@@ -129,6 +129,6 @@ def test_three_processes_over_gloo(toys: Toys) -> None:
     ranks = toys.start_ranks(3, wire="gloo", phase="done")
     for toy in ranks:
         toy.wait_end()
-        assert toy.process.returncode == 0, toy.story()
+        assert toy.exit_code == 0, toy.story()
         sums = [event["value"] for event in toy.events if event["event"] == "sum"]
         assert sums == [6 * 6.0, 6 * 12.0, 6 * 18.0]

@@ -1,26 +1,33 @@
 """One rank without a model, as a process of its own: it sums what rank 0 tells it to, and says what happens to it.
 
-Run with one argument, a JSON object: rank, ranks, port, host, facts, wire, phase, stand ({"rank": seconds}: so long in
-the fourth sum), limit_s, lost_s, step_s, settings. Phases: "busy" sums without end, "idle" sums three times and then
-waits, "done" sums three times and ends. Each line it prints is a JSON object with "event" and "at" (seconds of one
-clock).
+A plan: rank, ranks, port, host, source, facts, expected, wire, phase, stand ({rank: seconds}: so long in the fourth
+sum), limit_s, lost_s, step_s, settings, network (the path of a network namespace). Phases: "busy" sums without end,
+"idle" sums three times and then waits, "done" sums three times and ends.
 """
 
-import json
+import ctypes
 import logging
 import os
-import sys
 import time
+from multiprocessing.connection import Connection
+from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+import torch
 
 from tfglm.errors import TfglmError
+from tfglm.ops.group import Message
 from tfglm.ranks.bootstrap import join, lead, listen
 from tfglm.ranks.control import Control, Timing, end_process_on_failure
+from tfglm.ranks.follower import follow
+from tfglm.ranks.group import RankGroup
+from tfglm.ranks.wires import open_wire
+
+_said: Connection
 
 
 def say(event: str, **facts: object) -> None:
-    print(json.dumps({"event": event, "at": time.monotonic(), **facts}), flush=True)
+    """Tell the test. "at" is on the clock that all processes share."""
+    _said.send({"event": event, "at": time.monotonic(), **facts})
 
 
 def meet_the_others(plan: dict) -> Control:
@@ -35,18 +42,10 @@ def meet_the_others(plan: dict) -> Control:
         return join((host, plan["port"]), rank, ranks, plan.get("facts", {}), source=plan.get("source", ""), **common)
     listener = listen((host, plan["port"]))
     say("listening", port=listener.getsockname()[1])
-    expected = {int(rank): where for rank, where in plan.get("expected", {}).items()}
-    return lead(listener, ranks, plan.get("facts", {}), expected=expected, **common)
+    return lead(listener, ranks, plan.get("facts", {}), expected=plan.get("expected", {}), **common)
 
 
 def work(plan: dict, control: Control) -> None:
-    import torch
-
-    from tfglm.ops.group import Message
-    from tfglm.ranks.follower import follow
-    from tfglm.ranks.group import RankGroup
-    from tfglm.ranks.wires import open_wire
-
     torch.set_num_threads(1)
     rank = plan["rank"]
     wire = open_wire(plan.get("wire", "gloo"), control, limit_s=plan.get("step_s", 300.0))
@@ -58,7 +57,7 @@ def work(plan: dict, control: Control) -> None:
     def add(message: Message) -> None:
         x = message.arrays["x"]
         if message.facts["number"] == 4:
-            time.sleep(plan.get("stand", {}).get(str(rank), 0))
+            time.sleep(plan.get("stand", {}).get(rank, 0))
         total = group.sum(x * (rank + 1))
         say("sum", number=message.facts["number"], value=float(total.sum()))
 
@@ -81,20 +80,28 @@ def work(plan: dict, control: Control) -> None:
     group.close()
 
 
-def main() -> int:
+def enter_network(path: str) -> None:
+    """Move this process into a network namespace."""
+    with Path(path).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0x40000000) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}")
+
+
+def run(plan: dict, said: Connection, log: str) -> None:
+    """A toy rank's process. Ends with exit code 0 after an orderly end, 3 after an error, 69 when it was ended."""
+    global _said
+    _said = said
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     logging.basicConfig(level=logging.INFO)
-    plan = json.loads(sys.argv[1])
+    code = 0
     try:
+        if "network" in plan:
+            enter_network(plan["network"])
         control = meet_the_others(plan)
         say("joined")
         work(plan, control)
+        say("end")
     except TfglmError as error:
         say("error", type=type(error).__name__, message=str(error))
-        sys.stderr.flush()
-        os._exit(3)
-    say("end")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        code = 3
+    os._exit(code)
