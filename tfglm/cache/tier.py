@@ -28,28 +28,45 @@ CLOSE_LIMIT_S = 30.0
 
 
 class Pages:
-    """A page of the cache as bytes: every layer's rows of it, latent, rotary and index."""
+    """A page of the cache as bytes: every layer's rows of it, latent, rotary and index.
+
+    On a GPU `read` copies on a stream of its own, beside whatever runs: it takes nothing from a round but bandwidth.
+    What it reads must be finished, as every row is when the forward pass that made it returns; one thread at a time.
+    """
 
     def __init__(self, layers: Sequence[LayerPlanes]) -> None:
         planes = (plane for layer in layers for plane in (layer.latent, layer.rope, layer.index))
         self._planes = [plane for plane in planes if plane is not None]
         self.nbytes = sum(plane[0].nbytes for plane in self._planes)
         self.device = self._planes[0].device
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+            self._pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
 
     def read(self, page: int) -> bytearray:
         data = bytearray(self.nbytes)
-        for part, plane in self._parts(data):
-            part.copy_(plane[page].contiguous().view(torch.uint8).view(-1))
+        whole = torch.frombuffer(data, dtype=torch.uint8)
+        if self._stream is None:
+            self._copy(page, whole)
+            return data
+        with torch.cuda.stream(self._stream):
+            self._copy(page, self._pinned)
+        self._stream.synchronize()
+        whole.copy_(self._pinned)
         return data
 
     def write(self, page: int, data: bytearray) -> None:
-        for part, plane in self._parts(data):
+        for part, plane in self._parts(torch.frombuffer(data, dtype=torch.uint8)):
             rows = plane[page]
             rows.copy_(part.view(rows.dtype).view(rows.shape))
 
-    def _parts(self, data: bytearray) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _copy(self, page: int, whole: torch.Tensor) -> None:
+        for part, plane in self._parts(whole):
+            part.copy_(plane[page].contiguous().view(torch.uint8).view(-1), non_blocking=True)
+
+    def _parts(self, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the bytes beside the planes they belong to."""
-        whole = torch.frombuffer(data, dtype=torch.uint8)
         return list(zip(whole.split([plane[0].nbytes for plane in self._planes]), self._planes, strict=True))
 
 
