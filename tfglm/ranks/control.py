@@ -242,6 +242,12 @@ class Control:
     # -- the thread
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # without this thread nothing would notice a lost rank
+            self.fail(RanksError(f"rank {self.rank} cannot watch the others: {type(error).__name__}: {error}"))
+
+    def _watch(self) -> None:
         with selectors.DefaultSelector() as selector, self._woken:
             selector.register(self._woken, selectors.EVENT_READ)
             for rank, link in self._links.items():

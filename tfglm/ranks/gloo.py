@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -67,19 +68,22 @@ class GlooWire:
                 work.wait(_TURN)
                 return
             except RuntimeError as error:
-                if self._aborted is not None:
-                    raise RanksError(self._aborted) from None
-                if work.is_completed() and not work.is_success():
+                if work.is_completed():
+                    if work.is_success():
+                        return  # just after its turn
                     raise RanksError(f"rank {self.rank} lost the others in gather {self._gathers}: {error}") from error
-                if time.monotonic() > until:
-                    late = f"gather {self._gathers} of rank {self.rank} is not complete after {self._limit_s:g} s"
-                    raise RanksError(late) from None
+            if self._aborted is not None or time.monotonic() > until:
+                late = f"gather {self._gathers} of rank {self.rank} is not complete after {self._limit_s:g} s"
+                self._abandon(self._aborted or late)
+
+    def _abandon(self, reason: str) -> NoReturn:
+        """Leave the group with one reference too many: destroying it would wait for its blocked threads."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self.abort(reason)
+        raise RanksError(reason)
 
     def abort(self, reason: str) -> None:
-        if self._aborted is None:
-            self._aborted = reason
-            # One reference too many: nothing ever destroys the group, which would wait for its blocked threads.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._aborted = self._aborted or reason
 
     def close(self) -> None:
         self.abort("the wire is closed")
