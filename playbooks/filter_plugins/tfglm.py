@@ -28,7 +28,7 @@ from tfglm.settings import Settings
 from tfglm.supervisor import provision
 
 SPECS, DERIVED = ROOT / "roles/tfglm/meta/argument_specs.yml", ROOT / "roles/tfglm/vars/main.yml"
-OWN = ("tfglm_settings", "tfglm_names")
+OWN = ("tfglm_checked", "tfglm_names")
 """Variables that role tfglm sets while it runs."""
 
 
@@ -52,9 +52,21 @@ def _filter(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@_filter
-def setting_names(names: Sequence[str]) -> list[str]:
-    """Those of the variables `names` that are settings of the engine. Refuses a name that nobody knows."""
+def _tried(function: Callable[..., Any]) -> Callable[..., Any]:
+    """{value, problem}: for refusals that a task says in one line, instead of a filter's trace."""
+
+    @wraps(function)
+    def run(*args: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return {"value": function(*map(_plain, args), **_plain(named)), "problem": ""}
+        except TfglmError as error:
+            return {"value": {}, "problem": str(error)}
+
+    return run
+
+
+def _known_settings(names: Sequence[str]) -> list[str]:
+    """`setting_names`, refusing a name that nobody knows."""
     options = yaml.safe_load(SPECS.read_text(encoding="utf-8"))["argument_specs"]["main"]["options"]
     derived = yaml.safe_load(DERIVED.read_text(encoding="utf-8"))
     provision.require_known(names, [*options, *derived, *OWN])
@@ -62,9 +74,15 @@ def setting_names(names: Sequence[str]) -> list[str]:
 
 
 @_filter
+def setting_names(names: Sequence[str]) -> list[str]:
+    """Those of the variables `names` that are settings of the engine."""
+    return sorted(set(names) & set(provision.setting_variables()))
+
+
+@_tried
 def settings(values: Sequence[Any], names: Sequence[str], profile: str) -> dict[str, str]:
-    """Settings of the engine, over those of a profile."""
-    return provision.engine_settings(dict(zip(names, values, strict=True)), PRESETS.get(profile))
+    """Settings of the engine, over those of a profile. names: of all variables, values: of `setting_names` of them."""
+    return provision.engine_settings(dict(zip(_known_settings(names), values, strict=True)), PRESETS.get(profile))
 
 
 @_filter
@@ -130,6 +148,16 @@ def ping_targets(
 
 
 @_filter
+def lost_pings(pings: Sequence[Mapping[str, Any]], machine: str) -> list[str]:
+    """Why rails of a machine cannot be used."""
+    return [
+        f"E_FABRIC: {machine} {ping['port']} does not reach {ping['address']} with packets of {ping['mtu']} bytes "
+        f"({ping['said']}): check the cable, and the MTU of both ends"
+        for ping in pings
+    ]
+
+
+@_filter
 def subnets(rails: Sequence[Mapping[str, str]], machine: str) -> list[str]:
     """The subnets of a machine's rails, one for each cable end that may mount its export."""
     known = [cabling.Rail(**rail) for rail in rails]
@@ -165,7 +193,7 @@ def preset_plan(settings: Mapping[str, str], profile: str, available: Sequence[i
     return as_json(plan, values, refusal)
 
 
-@_filter
+@_tried
 def member(fabric: Mapping[str, Any], machine: str, wanted: Sequence[str]) -> dict[str, str]:
     """Name, control address and its interface of a machine."""
     return provision.member(machine, fabric["addresses"], fabric["default_netdev"], wanted)
@@ -209,6 +237,7 @@ class FilterModule:
             "tfglm_fabric_problems": fabric_problems,
             "tfglm_netplan": netplan,
             "tfglm_ping_targets": ping_targets,
+            "tfglm_lost_pings": lost_pings,
             "tfglm_subnets": subnets,
             "tfglm_rail_address": rail_address,
             "tfglm_unit_name": unit_name,
