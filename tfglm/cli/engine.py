@@ -63,7 +63,7 @@ class Elsewhere:
     def check(self) -> None:
         """Nothing is known of them until they join."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """They end by themselves."""
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from tfglm.errors import RanksError
 from tfglm.ranks.bootstrap import listen
 from tfglm.settings import ENV_PREFIX, Settings, env_name
 
-_END_S = 5.0
-"""That a rank which was told to end gets to do so."""
+_END_S, _LAST_WORDS_S = 5.0, 1.0
+"""That a rank gets to end: told to in order, and after another was lost."""
 _PR_SET_PDEATHSIG = 1
 _RANK_0_ONLY = {"host", "port", "api_key", "served_name"}
 
@@ -58,10 +59,11 @@ class LocalRanks:
             if (code := child.poll()) is not None:
                 raise RanksError(f"rank {rank} ended with exit code {code}: {self._last.get(rank, 'it said nothing')}")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
+        deadline = time.monotonic() + (_LAST_WORDS_S if failed else _END_S)
         for child in self._children.values():
             try:
-                child.wait(_END_S)
+                child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()

@@ -38,8 +38,8 @@ class OtherRanks(Protocol):
         """Raise RanksError if one of them is known not to come."""
         ...
 
-    def close(self) -> None:
-        """Rank 0 has told them to end, or has ended itself."""
+    def close(self, *, failed: bool) -> None:
+        """Rank 0 has told them to end, or the ranks have failed."""
         ...
 
 
@@ -84,7 +84,7 @@ class Session:
         if self.leader is not None:
             self.leader.close(error)
         if self.others is not None:
-            self.others.close()
+            self.others.close(failed=error is not None)
         if self.guard is not None:
             self.guard.stop()
             log.info("the least memory available was %s", self.guard.low)

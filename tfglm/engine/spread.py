@@ -39,7 +39,7 @@ from tfglm.settings import Settings
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-_FAREWELL_S = 4.0
+_FAREWELL_S = 3.0
 """For the last words of replies after the ranks have ended; then the process ends however deep it waits."""
 _STEPS = 20
 """Parts of a load that a follower reports."""

@@ -1,0 +1,282 @@
+"""One model in several processes: the real server, OpenAI's client, and what becomes of both when a rank is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from processes import DEVICE, ServerProcess
+
+from tfglm.checkpoint.config import GenerationDefaults
+from tfglm.checkpoint.store import Checkpoint
+from tfglm.engine.api import Delta, Event, Failed, Finished, GenerationRequest, SamplingParams
+from tfglm.engine.engine import Engine
+from tfglm.engine.tokenizer import Tokenizer
+from tfglm.settings import Settings
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
+from threaded_ranks import spread
+
+SERVE = ("-m", "tfglm.cli.main", "serve")
+SMALL = ("--port", "0", "--threads", "1", "--context", "4096", "--parallel", "1", "--kept-gib", "0")
+END_S = 25.0
+"""That a cluster which lost a rank may take to end here: 10 on machines with a core a rank (5 until a silent rank is
+missed, 1 until that is looked at, 4 for last words), and as much again on a busy one."""
+TEXT = "The sea is wide and the boats are small. " * 100
+
+on_cpu = pytest.mark.skipif(DEVICE["TFGLM_DEVICE"] != "cpu", reason="compares with ranks on a CPU")
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def complete(url: str, **fields: Any) -> Any:
+    with client_of(url) as client:
+        return client.completions.create(model="tiny", **fields)
+
+
+def ranks_of(server: ServerProcess) -> dict[int, int]:
+    """The process of every rank but 0."""
+    found = {}
+    tasks = Path(f"/proc/{server.process.pid}/task")
+    for pid in {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        for entry in environ:
+            if entry.startswith(b"TFGLM_RANK="):
+                found[int(entry.partition(b"=")[2])] = int(pid)
+    return found
+
+
+def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    """Whether processes end in time; one whose end nobody has asked for yet counts as ended."""
+    deadline = time.monotonic() + seconds
+    left = set(pids)
+    while left and time.monotonic() < deadline:
+        left = {pid for pid in left if running(pid)}
+        time.sleep(0.05)
+    return not left
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def serving(server: ServerProcess) -> str:
+    return server.wait_for(r"(http://[\d.]+:\d+)")
+
+
+def health(url: str) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=10) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        return json.load(error)
+
+
+# ---- replies
+
+
+class Reply:
+    """A reply of an engine of this process."""
+
+    def __init__(self, engine: Engine, prompt: list[int], sampling: SamplingParams, tokens: int) -> None:
+        self._parts: list[str] = []
+        self._ended = threading.Event()
+        request = GenerationRequest("r", prompt, sampling, tokens, ignore_eos=True, split_reasoning=False)
+        engine.submit(request, self._take)
+        assert self._ended.wait(120)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            self._parts.append(event.text)
+        if isinstance(event, Finished | Failed):
+            assert isinstance(event, Finished), event
+            self._ended.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+
+@on_cpu
+def test_a_served_reply_is_that_of_ranks_in_one_process(checkpoint: Path) -> None:
+    samplings = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.95, "seed": 7}]
+    common = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *SMALL) as server:
+        url = serving(server)
+        assert health(url)["ranks"] == ["ready"] * 3
+        pids = list(ranks_of(server).values())
+        served = [complete(url, prompt=TEXT[:500], **common, **sampling).choices[0].text for sampling in samplings]
+        server.send(signal.SIGTERM)
+        assert server.ended() == 0
+        assert gone(pids), server.lines
+    tokenizer = Tokenizer.from_folder(checkpoint)
+    defaults = GenerationDefaults.from_file(checkpoint / "generation_config.json")
+    with Checkpoint.open(checkpoint) as opened, spread(opened, 3, tokens=4096) as [model, *_]:
+        engine = Engine(model, tokenizer, Settings(threads=1, parallel=1), opened.config.eos_token_ids)
+        engine.start()
+        base = {"top_p": defaults.top_p, "top_k": defaults.top_k, "min_p": defaults.min_p}
+        replies = [
+            Reply(engine, tokenizer.encode(TEXT[:500]), SamplingParams(**{**base, **sampling}), 60).text
+            for sampling in samplings
+        ]
+        engine.stop()
+    assert served == replies
+    assert len(set(served)) == 2
+
+
+@on_cpu
+def test_ranks_on_machines_of_their_own(checkpoint: Path) -> None:
+    """Each started by itself, over gloo; a follower that is there first waits for its leader."""
+    common = ("-m", "tfglm.cli.main", "engine", checkpoint, "--ranks", "2", "--leader", f"127.0.0.1:{free_port()}")
+    with ServerProcess(*common, "--rank", "1", *SMALL) as follower:
+        with ServerProcess(*common, "--rank", "0", *SMALL) as leader:
+            url = serving(leader)
+            first, second = (complete(url, prompt=TEXT[:300], max_tokens=20, temperature=0) for _ in range(2))
+            assert first.choices[0].text == second.choices[0].text
+            leader.send(signal.SIGTERM)
+            assert leader.ended() == 0
+        assert follower.ended() == 0
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--kv", "fp32"), "field 'settings.kv' is 'bf16' on rank 0 and 'fp32' on rank 1"),
+        (("--threads", "2"), "field 'machine.threads' is 1 on rank 0 and 2 on rank 1"),
+    ],
+)
+def test_other_settings_on_one_rank(checkpoint: Path, flags: tuple[str, ...], words: str) -> None:
+    common = ("-m", "tfglm.cli.main", "engine", checkpoint, "--ranks", "2", "--leader", f"127.0.0.1:{free_port()}")
+    leader = ServerProcess(*common, "--rank", "0", *SMALL)
+    follower = ServerProcess(*common, "--rank", "1", *SMALL, *flags)
+    with leader, follower:
+        assert follower.ended(60) == 1
+        assert leader.ended(60) == 1
+    for process in (leader, follower):
+        assert any(line.startswith("tfglm: E_RANKS: ") and words in line for line in process.lines), process.lines
+
+
+def test_too_little_memory_on_the_ranks(checkpoint: Path) -> None:
+    """Three ranks on one machine share what it has: the plan is refused before anything is loaded."""
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *SMALL, "--floor-gib", "64") as server:
+        assert server.ended(60) == 1
+    assert any("tfglm: E_MEMORY: " in line and "on rank" in line for line in server.lines), server.lines
+    assert any("rank 2: tfglm: E_RANKS: rank 0 has ended: E_MEMORY" in line for line in server.lines), server.lines
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("serve", "--ranks", "2", "--drafter", "dspark", "--drafter-path", "/none"), "--drafter"),
+        (("engine", "--ranks", "2", "--rank", "2", "--leader", "localhost:1"), "ranks count from 0"),
+        (("engine", "--ranks", "2", "--rank", "1"), "--leader is ''; it takes HOST:PORT"),
+    ],
+)
+def test_what_does_not_work(checkpoint: Path, command: tuple[str, ...], words: str) -> None:
+    with ServerProcess("-m", "tfglm.cli.main", command[0], checkpoint, *command[1:], *SMALL) as server:
+        assert server.ended(60) == 1
+    assert any("tfglm: E_CONFIG: " in line and words in line for line in server.lines), server.lines
+
+
+# ---- lost ranks
+
+SLOW = """
+import time
+from tfglm.checkpoint.store import Checkpoint
+read = Checkpoint.read
+
+def slowly(self, *args, **fields):
+    time.sleep(0.1)
+    return read(self, *args, **fields)
+
+Checkpoint.read = slowly
+"""
+
+
+def assert_ended(server: ServerProcess, rank: int, began: float, others: list[int]) -> None:
+    """All ranks have ended, and the last word names the one that was lost."""
+    assert server.ended(END_S) != 0, server.lines
+    print(f"ended {time.monotonic() - began:.1f} s after rank {rank} was lost")
+    assert gone(others), server.lines
+    assert any("E_RANKS" in line and f"rank {rank}" in line for line in server.lines), server.lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_rank_lost_while_it_loads(checkpoint: Path, tmp_path: Path, number: int) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *SMALL, environ={"PYTHONPATH": path}) as server:
+        server.wait_for("(rank 2 .* has joined)")
+        pids = ranks_of(server)
+        time.sleep(2)
+        os.kill(pids[2], number)
+        began = time.monotonic()
+        assert_ended(server, 2, began, [server.process.pid, pids[1]])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+def test_a_rank_lost_while_nothing_runs(checkpoint: Path, number: int) -> None:
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "2", *SMALL) as server:
+        serving(server)
+        os.kill(ranks_of(server)[1], number)
+        assert_ended(server, 1, time.monotonic(), [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("phase", ["prompt", "decode"])
+def test_a_rank_lost_while_it_works(checkpoint: Path, phase: str, number: int) -> None:
+    flags = ("--ranks", "3" if phase == "decode" else "2", "--prefill-rows", "16")
+    with ServerProcess(*SERVE, checkpoint, *flags, *SMALL, "--copy", "0") as server:
+        url = serving(server)
+        pids = ranks_of(server)
+        lost = max(pids)
+        with client_of(url) as client:
+            if phase == "decode":
+                fields = {"prompt": "Once", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+                stream = client.completions.create(model="tiny", temperature=0, stream=True, **fields)
+                for _, _ in zip(range(20), stream, strict=False):
+                    pass
+                os.kill(pids[lost], number)
+                began = time.monotonic()
+                with pytest.raises(openai.APIError, match=f"rank {lost}"):
+                    for _ in stream:
+                        pass
+            else:
+                timer = threading.Timer(0.3, os.kill, (pids[lost], number))
+                timer.start()
+                began = time.monotonic()
+                with pytest.raises(openai.APIError, match=f"rank {lost}"):
+                    client.completions.create(model="tiny", prompt=TEXT[:3900], max_tokens=16)
+        assert_ended(server, lost, began, [pid for rank, pid in pids.items() if rank != lost])
+
+
+def test_ranks_end_with_a_leader_that_is_killed(checkpoint: Path) -> None:
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *SMALL) as server:
+        serving(server)
+        pids = list(ranks_of(server).values())
+        assert len(pids) == 2
+        server.send(signal.SIGKILL)
+        assert gone(pids)
