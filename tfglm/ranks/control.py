@@ -269,7 +269,7 @@ class Control:
         try:
             for frame in link.read():
                 self._take(rank, frame)
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._lost(rank, "closed its connection")
         except OSError as error:
             self._lost(rank, f"lost its connection: {error}")
@@ -352,7 +352,7 @@ class Control:
             return
         waited = now - self._all_came[1]
         if waited > self.timing.gather_s + max(one.bytes for one in progress.values()) / _SLOWEST_BYTES_S:
-            names = ", ".join(str(rank) for rank in inside)
+            names = ", ".join(str(rank) for rank in sorted(inside))
             what = f"still wait in gather {gather} {waited:.1f} s after all ranks have come to it"
             self.fail(RanksError(f"ranks {names} {what}: what carries it between them is broken"))
 

@@ -122,7 +122,7 @@ def _decode(data: bytes, header_bytes: int) -> Frame:
         header = json.loads(data[:header_bytes])
         kind, facts = header["kind"], header["facts"]
         described = [(str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in header["arrays"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FrameError(f"a frame's header cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(kind, str) or not isinstance(facts, dict):
         raise FrameError(f"a frame's header must hold a kind and facts; it holds {kind!r} and {type(facts).__name__}")

@@ -1,0 +1,195 @@
+"""Every wire does the same: values of every shape and type, many gathers on end, and an end of each wait."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tfglm.errors import ConfigError, RanksError
+from tfglm.ranks.control import Control, controls_in_process
+from tfglm.ranks.gloo import GlooWire
+from tfglm.ranks.inprocess import in_process_wires
+from tfglm.ranks.shared import SharedWire
+from tfglm.ranks.wire import Wire
+from tfglm.ranks.wires import open_wire
+
+RANKS = 3
+
+
+def on_all(call: Callable[[int], object]) -> list[object]:
+    """What `call` returns or raises for every rank, each in a thread of its own."""
+    results: list[object] = [None] * RANKS
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = call(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+class Wires:
+    """The ends of one wire, opened in threads, with the controls they need."""
+
+    def __init__(self, kind: str, limit_s: float = 20.0, **options: int) -> None:
+        self.controls: list[Control] = controls_in_process(RANKS)
+
+        def make(rank: int) -> Wire:
+            if kind == "gloo":
+                return GlooWire(self.controls[rank], "127.0.0.1", limit_s)
+            return SharedWire(self.controls[rank], limit_s, **options)
+
+        made = in_process_wires(RANKS, limit_s) if kind == "inprocess" else on_all(make)
+        for wire in made:
+            if isinstance(wire, Exception):
+                raise wire
+        self.ends: list[Wire] = list(made)  # type: ignore[arg-type]
+
+    def gather(self, part: Callable[[int], torch.Tensor]) -> list[object]:
+        return on_all(lambda rank: self.ends[rank].gather(part(rank)))
+
+    def close(self) -> None:
+        for wire in self.ends:
+            wire.close()
+        for control in self.controls:
+            control.close()
+
+
+KINDS = ["inprocess", "gloo", "shared"]
+
+
+@pytest.fixture(params=KINDS)
+def wires(request: pytest.FixtureRequest):
+    made = Wires(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=KINDS)
+def impatient(request: pytest.FixtureRequest):
+    made = Wires(request.param, limit_s=0.6)
+    yield made
+    made.close()
+
+
+def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(dtype)
+
+
+def test_any_shape_and_type(wires: Wires) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool):
+        for shape in ((), (0,), (1,), (3, 5, 7), (2, 6144)):
+            for gathered in wires.gather(lambda rank, s=shape, d=dtype: part(rank, s, d)):
+                assert isinstance(gathered, torch.Tensor), gathered
+                assert gathered.dtype == dtype and gathered.shape == (RANKS, *shape)
+                for rank in range(RANKS):
+                    assert torch.equal(gathered[rank].float(), part(rank, shape, dtype).float())
+
+
+def test_a_tensor_that_is_not_contiguous(wires: Wires) -> None:
+    whole = torch.arange(48.0).reshape(6, 8)
+    for gathered in wires.gather(lambda rank: whole.t()[rank : rank + 3, ::2]):
+        assert torch.equal(gathered, torch.stack([whole.t()[rank : rank + 3, ::2] for rank in range(RANKS)]))
+
+
+def test_what_was_given_may_be_changed_and_what_came_stays(wires: Wires) -> None:
+    def run(rank: int) -> list[list[int]]:
+        mine, seen = torch.empty(4, dtype=torch.int64), []
+        for number in range(200):
+            mine.fill_(10 * number + rank)
+            seen.append(wires.ends[rank].gather(mine))
+            mine.fill_(-1)
+        return [one[:, 3].tolist() for one in seen]
+
+    for seen in on_all(run):
+        assert seen == [[10 * number + rank for rank in range(RANKS)] for number in range(200)]
+
+
+def test_an_abort_ends_the_wait_at_once(wires: Wires) -> None:
+    """Rank 1 does not come; the others are told that it died."""
+
+    def run(rank: int) -> float:
+        if rank == 1:
+            time.sleep(0.5)
+            for wire in wires.ends:
+                wire.abort("rank 1 has died")
+            raise RanksError("rank 1 has died")
+        try:
+            wires.ends[rank].gather(torch.ones(8))
+        finally:
+            ended[rank] = time.monotonic()
+        return 0.0
+
+    ended: dict[int, float] = {}
+    began = time.monotonic()
+    for error in on_all(run):
+        assert isinstance(error, RanksError) and "rank 1" in error.message
+    assert 0.5 <= max(ended.values()) - began < 5.0
+    for error in wires.gather(lambda rank: torch.ones(1)):
+        assert isinstance(error, RanksError)
+
+
+def test_a_wait_has_a_limit(impatient: Wires) -> None:
+    def run(rank: int) -> None:
+        if rank != 1:
+            impatient.ends[rank].gather(torch.ones(8))
+
+    began = time.monotonic()
+    results = on_all(run)
+    assert time.monotonic() - began < 10.0
+    for rank in (0, 2):
+        assert isinstance(results[rank], RanksError)
+        assert "0.6 s" in results[rank].message
+    for wire in impatient.ends:
+        wire.abort("over")
+
+
+def test_wires_have_names() -> None:
+    with pytest.raises(ConfigError, match="there is no wire 'string'; there are gloo, shared, nccl"):
+        open_wire("string", controls_in_process(1)[0])
+
+
+# -- shared memory alone
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 128, 1000])
+def test_a_tensor_goes_in_pieces(size: int) -> None:
+    wires = Wires("shared", place_bytes=64)
+    try:
+        for _ in range(5):
+            for gathered in wires.gather(lambda rank: part(rank, (size,), torch.uint8)):
+                assert torch.equal(gathered, torch.stack([part(rank, (size,), torch.uint8) for rank in range(RANKS)]))
+    finally:
+        wires.close()
+
+
+def test_ranks_that_gather_different_sizes_are_told() -> None:
+    wires = Wires("shared")
+    try:
+        results = wires.gather(lambda rank: torch.ones(8 if rank else 9))
+        messages = [result.message for result in results if isinstance(result, RanksError)]
+        assert "gather 0 has 36 bytes on rank 0 and 32 on rank 1: they have not been doing the same" in messages
+        assert len(messages) >= 2
+    finally:
+        wires.close()
+
+
+def test_memory_that_is_not_rank_0s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the ranks are on different hosts: the path leads nowhere, or to something else."""
+    controls = controls_in_process(2)
+    controls[0].post("shared", bytes(16) + b"/dev/null")
+    with pytest.raises(RanksError, match="rank 1 cannot share memory with rank 0, which takes one host and one user"):
+        SharedWire(controls[1], 5.0)
+    assert controls[0].failure(5) is not None
+    for control in controls:
+        control.close()
