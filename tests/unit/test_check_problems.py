@@ -168,7 +168,7 @@ PUBLISHED = [
     "3 - 3 = ?",
     "Dan has 28, Will has 13, Olga has 23. Will pays Olga 9. Will gives Dan 2. Dan gives Will 8. "
     "What does Dan have at the end?",
-    "Write a Python function f(x) that returns x plus 3.",
+    "Python: f(s) returns s repeated 5 times.",
     "Tina lives in Cairo. Give name and city as JSON.",
     "Which is larger, 24 or 92? Use no tool.",
 ]

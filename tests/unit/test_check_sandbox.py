@@ -14,9 +14,10 @@ import pytest
 
 from tfglm.checks import sandbox
 from tfglm.checks.problem import Reply, judge
+from tfglm.checks.python import grader
 from tfglm.checks.sandbox import run
 from tfglm.checks.sandbox_child import SYSCALLS, program
-from tfglm.checks.suite import problem
+from tfglm.checks.suite import LEVELS, problem
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's seccomp")
 
@@ -195,10 +196,28 @@ def test_filters_of_both_machines_jump_within_their_program() -> None:
         assert steps[-1][0] == 0x06 and len(steps) < 4096
 
 
+def test_no_constant_passes_hidden_tests() -> None:
+    for level in range(LEVELS):
+        for number in range(100, 103):
+            found = problem("python", number, level)
+            head = found.answer.splitlines()[1]
+            for constant in (
+                "[]",
+                "0",
+                "False",
+                "True",
+                "None",
+                "''",
+                head.partition("(")[2].partition(",")[0].rstrip("):"),
+            ):
+                said = Reply(f"```python\n{head}\n    return {constant}\n```")
+                assert judge(found, said).outcome == "wrong", (found.messages, constant)
+
+
 def test_hidden_tests_tell_right_from_nearly_right() -> None:
-    found = problem("python", 0, 0)  # x plus 3
+    grade = grader("def f(x):\n    return x + 3", "f", [[n] for n in range(-5, 6)])
     for body, outcome in (("return 3 + x", "right"), ("return x + 4", "wrong"), ("return abs(x) + 3", "wrong"),
                           ("x + 3", "wrong"), ("return str(x + 3)", "wrong"), ("return y", "invalid")):  # fmt: skip
-        assert judge(found, Reply(f"```python\ndef f(x):\n    {body}\n```")).outcome == outcome, body
-    assert judge(found, Reply("```python\nf = lambda x: x + 3\n```")).outcome == "right"
-    assert judge(found, Reply("x + 3")).outcome == "invalid"
+        assert grade(Reply(f"```python\ndef f(x):\n    {body}\n```")).outcome == outcome, body
+    assert grade(Reply("```python\nf = lambda x: x + 3\n```")).outcome == "right"
+    assert grade(Reply("x + 3")).outcome == "invalid"

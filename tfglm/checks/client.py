@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -179,7 +178,6 @@ async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
                 yield line[5:].strip().decode(errors="replace")
         if len(buffer) > _MAX_EVENT:
             raise ServerError(f"an event of more than {_MAX_EVENT >> 20} MiB")
-        await asyncio.sleep(0)
 
 
 def _reply(content: str, reasoning: str, calls: tuple[Call, ...], finish: Any, usage: Any) -> Reply:

@@ -25,14 +25,27 @@ _LONG = "Write a Python function `{sig}`. {what} Reply with the code alone."
 
 
 def make(rng: Random, level: int) -> Problem:
-    task: Task = rng.choice(LEVELS[level])(rng)
-    signature = f"{task.name}({', '.join(task.parameters)})"
+    while True:
+        task: Task = rng.choice(LEVELS[level])(rng)
+        signature = f"{task.name}({', '.join(task.parameters)})"
+        source = f"def {signature}:\n" + "\n".join(f"    {line}" if line else "" for line in task.body.splitlines())
+        calls = _tests(Random(rng.getrandbits(64)), task, source)
+        if calls:
+            break
     prompt = (rng.choice(_SHORT) if level == 0 else _LONG).format(sig=signature, what=task.what)
-    source = f"def {signature}:\n" + "\n".join(f"    {line}" if line else "" for line in task.body.splitlines())
-    calls = [task.inputs(rng) for _ in range(TESTS)]
     key = f"{signature} {task.what}" if task.name in ("f", "process") else ""
     return Problem("python", task.name if level else "line", key, (user(prompt),),
                    grader(source, task.name, calls), answer=f"```python\n{source}\n```")  # fmt: skip
+
+
+def _tests(rng: Random, task: Task, source: str) -> list[list[Any]]:
+    """Inputs of which no one result, such as an empty list, covers more than three quarters; none if none are found."""
+    for _ in range(10):
+        calls = [task.inputs(rng) for _ in range(TESTS)]
+        results = [dumps(result) for result in _results(source, task.name, calls)]
+        if 4 * max(map(results.count, results)) <= 3 * TESTS:
+            return calls
+    return []
 
 
 def grader(source: str, function: str, calls: list[list[Any]]) -> Callable[[Reply], Grade]:

@@ -45,7 +45,7 @@ def _line(rng: Random) -> Task:
         (("x",), f"x times {n} plus {k}", f"x * {n} + {k}", numbers),
         (("x",), f"the square of x minus {k}", f"x * x - {k}", numbers),
         (("x",), f"the remainder of x divided by {k}", f"x % {k}", numbers),
-        (("x",), f"whether {n} divides x", f"x % {n} == 0", numbers),
+        (("x",), f"whether {n} divides x", f"x % {n} == 0", lambda r: [n * r.randint(-9, 9) + r.choice((0, 0, 1, -1))]),
         (("x",), f"whether x is more than {k}", f"x > {k}", numbers),
         (("a", "b"), f"the sum of a and b times {k}", f"(a + b) * {k}", pairs),
         (("a", "b"), f"the larger of a and b plus {k}", f"max(a, b) + {k}", pairs),
@@ -67,8 +67,9 @@ def _loop(rng: Random) -> Task:
     """A few lines over a list or a text."""
     k = rng.randint(2, 9)
     name, parameters, what, body, inputs = rng.choice((
-        ("count_words", ("s",), f"It returns how many words of s, separated by spaces, have more than {k} letters.",
-         f"return sum(len(word) > {k} for word in s.split())", lambda r: [_words(r)]),
+        ("count_words", ("s",),
+         f"It returns how many words of s, separated by spaces, have more than {k // 3 + 4} letters.",
+         f"return sum(len(word) > {k // 3 + 4} for word in s.split())", lambda r: [_words(r)]),
         ("every", ("xs",),
          f"It returns the items of xs at index {k - 1}, {2 * k - 1}, {3 * k - 1} and so on, the last one first.",
          f"return xs[{k - 1}::{k}][::-1]", lambda r: [_list(r, 30)]),
@@ -77,9 +78,9 @@ def _loop(rng: Random) -> Task:
         ("chunks", ("xs",),
          f"It cuts xs into lists of {k} items, the last one shorter if need be, and returns their list.",
          f"return [xs[i:i + {k}] for i in range(0, len(xs), {k})]", lambda r: [_list(r, 30)]),
-        ("tally", ("s",), f"It returns a dict from each letter of s that occurs at least {k} times to its count; "
-         "spaces do not count.",
-         f"return {{c: s.count(c) for c in s if c != ' ' and s.count(c) >= {k}}}", lambda r: [_words(r)]),
+        ("tally", ("s",),
+         f"It returns a dict from each letter of s that occurs at least {k // 3 + 2} times to its count; no spaces.",
+         f"return {{c: s.count(c) for c in s if c != ' ' and s.count(c) >= {k // 3 + 2}}}", lambda r: [_words(r)]),
         ("closest", ("xs",),
          f"It returns the item of xs that is closest to {k}, the smaller of two as close, None if xs is empty.",
          f"return min(xs, key=lambda x: (abs(x - {k}), x)) if xs else None", lambda r: [_list(r)]),

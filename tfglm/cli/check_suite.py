@@ -128,7 +128,9 @@ async def _checked(args: argparse.Namespace, check: _Check) -> int:
         raise CheckError(f"--json: there is no folder {args.json.parent}")
     key = args.api_key or os.environ.get(env_name("api_key"), "").split(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(headers=headers) as session:
+    # A connection a request: one that is kept may be closed by the server just when the next request is sent.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
         return await check(args, session, await connect(session, args.url, args.model, _options(args)))
 
 
