@@ -52,3 +52,9 @@ class RankMismatch(RanksError):
 
 class RankNeverCame(RanksError):
     """A rank did not join within the limit."""
+
+
+class WorkerError(TfglmError):
+    """A machine of the cluster, or a program on it, does not do what it was asked to; names both."""
+
+    code = "E_WORKER"

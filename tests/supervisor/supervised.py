@@ -89,17 +89,17 @@ class Supervised:
 
     def start(self, *ranks: int) -> None:
         for rank in ranks or range(self.count):
-            clean = {name: value for name, value in os.environ.items() if not name.startswith("TFGLM_")}
-            state = self.folder / f"run{rank}"
-            words = ["rank", "run", "--rank", str(rank), "--config", str(self.config(rank)), "--state", str(state)]
-            with (self.folder / f"rank{rank}.log").open("ab") as log:
-                self.processes[rank] = subprocess.Popen(
-                    [*self.entry, *words],
-                    cwd=ROOT,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=clean | self.environ,
-                )
+            config, state = str(self.config(rank)), str(self.folder / f"run{rank}")
+            self.run(rank, "rank", "run", "--rank", str(rank), "--config", config, "--state", state)
+
+    def run(self, rank: int, *words: str) -> subprocess.Popen[bytes]:
+        """A tfglm command on behalf of a rank, which ends with the cluster."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("TFGLM_")}
+        with (self.folder / f"rank{rank}.log").open("ab") as log:
+            self.processes[rank] = subprocess.Popen(
+                [*self.entry, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=clean | self.environ
+            )
+        return self.processes[rank]
 
     def state(self, rank: int) -> dict[str, Any]:
         try:

@@ -13,7 +13,9 @@ from tfglm import __version__
 from tfglm.errors import TfglmError
 
 # Each command is a module with `add_parser(subparsers)` that sets `run`; heavy imports happen inside `run`.
-COMMANDS = ("serve", "engine", "plan", "rank", "chat", "synth", "inspect", "quantize", "bench", "check", "kernels")
+COMMANDS = tuple(
+    "serve plan chat synth inspect quantize bench check kernels up down status logs doctor engine rank".split()
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

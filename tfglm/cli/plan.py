@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfglm.cli.playbooks import add_arguments, play
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.settings import Settings, flag_name, flags, help_text
 
@@ -66,6 +67,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--preset", choices=tuple(PRESETS), help="a published model and cluster instead of a folder, with its settings"
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument(
+        "--cluster",
+        action="store_true",
+        help="for an inventory: cables, memory and command line of every rank, and what tfglm up would change",
+    )
+    add_arguments(parser)
     for f in flags("plan"):
         parser.add_argument(flag_name(f.name), metavar="VALUE", help=help_text(f))
     parser.set_defaults(run=run)
@@ -77,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     from tfglm.memory.inventory import of_folder, published
     from tfglm.memory.plan import GIB, GPU_CHANGES, make_plan, require
 
+    if args.cluster:
+        return play("plan.yml", args)
     if (args.path is None) == (args.preset is None):
         raise ConfigError("tfglm plan takes either a checkpoint folder or --preset")
     given = {f.name: getattr(args, f.name) for f in flags("plan")}

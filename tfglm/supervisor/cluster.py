@@ -56,6 +56,7 @@ class Ports:
 
     rendezvous: int = fact("TCP port of rank 0 at which the engines meet", 29561, low=1, high=65535)
     heartbeat: int = fact("UDP port of every supervisor", 29562, low=1, high=65535)
+    doctor: int = fact("TCP port of rank 0 at which a trial of the network meets", 29563, low=1, high=65535)
 
 
 @dataclass(frozen=True)

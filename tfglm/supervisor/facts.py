@@ -145,6 +145,7 @@ def table(*classes: type) -> str:
             meta = f.metadata
             span = f" ({meta['low']} to {meta['high']})" if meta["low"] is not None else ""
             span = f" ({', '.join(meta['choices'])})" if meta["choices"] else span
+            default = "none" if default == () else default
             rows.append(
                 f"| {cls.__name__} | `{f.name}` | {default if default != '' else 'empty'} | {meta['doc']}{span} |"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tfglm.settings import ENV_PREFIX, env_name
@@ -34,6 +34,11 @@ class Runtime:
         if cluster.runtime == "venv":
             return [*cluster.command, *words]
         return self._container(words, self.engine_variables(generation, network), generation)
+
+    def trial(self, config: Path, network: Mapping[str, str]) -> list[str]:
+        """The command line of this rank's part of `tfglm doctor`, inside a container beside the engine's."""
+        words = ["doctor", "--rank", str(self.node.rank), "--config", str(config)]
+        return self._container(words, dict(network), 0, f"{config}:{config}:ro")
 
     def plan(self) -> list[str]:
         """The command line of the memory plan, which loads nothing and needs neither GPU nor network."""
@@ -92,11 +97,18 @@ class Runtime:
     def _labels(self) -> list[str]:
         return [f"{_LABEL}.cluster={self.cluster.name}", f"{_LABEL}.rank={self.node.rank}"]
 
-    def _container(self, words: Sequence[str], variables: Mapping[str, str], generation: int) -> list[str]:
-        """docker run in the foreground: its exit code is the engine's, its output goes where the supervisor's goes."""
+    def _container(self, words: list[str], variables: Mapping[str, str], generation: int, *volumes: str) -> list[str]:
+        """docker run in the foreground: its exit code is the engine's, its output goes where the supervisor's goes.
+        Generation 0 is a trial."""
         docker = self.cluster.docker
         labels = [*self._labels(), f"{_LABEL}.generation={generation}", f"{_LABEL}.settings={self.cluster.digest}"]
-        argv = ["docker", "run", "--rm", "--name", f"{_LABEL}-{self.cluster.name}-{self.node.rank}"]
+        argv = [
+            "docker",
+            "run",
+            "--rm",
+            "--name",
+            f"{_LABEL}-{self.cluster.name}-{self.node.rank}{'' if generation else '-trial'}",
+        ]
         argv += [f"--label={label}" for label in labels]
         argv += ["--network", "host", "--ipc", "host", "--log-driver", "none", "--cap-add", "IPC_LOCK"]
         argv += ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]
@@ -105,7 +117,7 @@ class Runtime:
         argv += ["--device", "/dev/infiniband"] if any(rail.rdma for rail in self.node.rails) else []
         argv += ["--memory", docker.memory] if docker.memory else []
         argv += [*self._checkpoint_volume(), "--volume", f"{docker.cache}:/cache"]
-        argv += [word for volume in docker.volumes for word in ("--volume", volume)]
+        argv += [word for volume in (*docker.volumes, *volumes) for word in ("--volume", volume)]
         # By name: a value on a command line is everybody's to read.
         argv += ["--env", SECRET] if api_key() else []
         argv += _given({**variables, MARK: self.mark, "HF_HUB_OFFLINE": "1"})

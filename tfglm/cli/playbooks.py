@@ -1,0 +1,90 @@
+"""What up, down, logs, plan --cluster, status and doctor share: arguments, and a playbook's progress on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tfglm.errors import WorkerError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from tfglm.supervisor.playbooks import Step, Summary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-i", "--inventory", type=Path, metavar="FILE", help="inventory of the cluster (default inventory.ini)"
+    )
+    parser.add_argument("--playbooks", type=Path, metavar="DIR", help="folder of the playbooks (default ./playbooks)")
+    parser.add_argument(
+        "--ansible", default="", metavar="ARGS", help="more arguments for ansible-playbook, as one word"
+    )
+
+
+def play(playbook: str, args: argparse.Namespace, arguments: str = "") -> int:
+    """Run a playbook with live progress and a summary. Raises WorkerError with the first failure."""
+    from rich.console import Console
+
+    from tfglm.supervisor.playbooks import find_inventory, find_playbooks, run_playbook
+
+    folder = find_playbooks(args.playbooks)
+    inventory = find_inventory(args.inventory, folder)
+    console = Console(highlight=False)
+    with console.status(playbook) as status:
+        view = View(console, status)
+        summary = run_playbook(playbook, folder, inventory, f"{arguments} {args.ansible}".strip(), view.show)
+    summarise(console, summary)
+    if summary.cancelled:
+        return 130
+    if summary.failures:
+        first = summary.failures[0]
+        where = f" on {first.host}" if first.host else ""
+        raise WorkerError(f"{playbook} failed{where} at {first.text!r}: {first.says}")
+    return summary.code
+
+
+class View:
+    """A line for every play, for everything that changed, failed or has something to say; the task that runs below them
+    on a terminal. Into a file the same lines without the last."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console, self._status = console, status
+        self._task = ""
+        self._done: set[str] = set()
+
+    def show(self, step: Step) -> None:
+        from rich.markup import escape
+
+        name = escape(step.text)
+        if step.kind == "play":
+            self._console.print(f"[bold]{name}[/bold]")
+        elif step.kind == "task":
+            self._task, self._done = name, set()
+            self._status.update(name)
+        elif step.kind in ("failed", "unreachable"):
+            self._console.print(f"  [red]{escape(step.host)}: {step.kind}[/red]: {name}")
+            self._console.print(escape(step.says), soft_wrap=True)
+        elif step.kind == "changed":
+            self._console.print(f"  [yellow]{escape(step.host)}: changed[/yellow]: {name}")
+        elif step.says:
+            for line in step.says.splitlines():
+                self._console.print(f"  {escape(step.host)}: {escape(line)}", soft_wrap=True)
+        if step.host:
+            self._done.add(step.host)
+            self._status.update(f"{self._task} ({escape(', '.join(sorted(self._done)))} done)")
+
+
+def summarise(console: Console, summary: Summary) -> None:
+    """A line a host, and what the whole took."""
+    for host, counts in sorted(summary.counts.items()):
+        fine = not (counts.get("failed") or counts.get("unreachable"))
+        figures = ", ".join(
+            f"{kind} {counts[kind]}" for kind in ("ok", "changed", "failed", "unreachable") if counts.get(kind)
+        )
+        console.print(f"{host}: {figures or 'nothing to do'}", style="" if fine else "red")
+    end = "was stopped" if summary.cancelled else "failed" if summary.code else "is done"
+    console.print(f"{summary.playbook} {end} after {summary.seconds:.0f} s, changed: {summary.changed}")
