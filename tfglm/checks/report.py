@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
 
 from tfglm.checks.compare import Pairs, pairs
@@ -55,7 +56,8 @@ def tally(results: Iterable[Result]) -> Tally:
 
 
 def percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f} %"
+    """For a column that says it is in percent."""
+    return "–" if share is None else f"{100 * share:.1f}"
 
 
 def _cell(found: Tally) -> str:
@@ -64,7 +66,10 @@ def _cell(found: Tally) -> str:
 
 def _table(title: str, *columns: str, names: int = 1) -> Table:
     """The first `names` columns are text, the others figures."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    # Without lines between columns the widest table fits 80 columns.
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0, show_edge=False
+    )
     for at, column in enumerate(columns):
         table.add_column(column, justify="left" if at < names else "right", no_wrap=True)
     return table
@@ -74,7 +79,8 @@ def quality_table(title: str, results: Sequence[Result]) -> Table:
     """A line a category, a column a level."""
     levels = sorted({result.problem.level for result in results})
     shown = levels if len(levels) > 1 else []
-    table = _table(title, "", *(f"level {level}" for level in shown), "right", "", *FAILURES, "errors", "tokens")
+    failures = [kind for kind in FAILURES if kind != "outdated"]  # only needles have it
+    table = _table(title, "", *(f"L{level}" for level in shown), "right", "%", *failures, "errors")
     groups = list(dict.fromkeys(result.problem.category for result in results))
     for name in [*groups, None] if len(groups) > 1 else groups:
         mine = [result for result in results if name in (None, result.problem.category)]
@@ -82,10 +88,8 @@ def quality_table(title: str, results: Sequence[Result]) -> Table:
         cells = [_cell(tally(result for result in mine if result.problem.level == level)) for level in shown]
         if name is None:
             table.add_section()
-        failures = [str(whole.outcomes[kind]) for kind in FAILURES]
-        table.add_row(
-            name or "all", *cells, _cell(whole), percent(whole.share), *failures, str(whole.errors), str(whole.tokens)
-        )
+        counts = [str(whole.outcomes[kind]) for kind in failures]
+        table.add_row(name or "all", *cells, _cell(whole), percent(whole.share), *counts, str(whole.errors))
     return table
 
 
@@ -105,9 +109,11 @@ def comparison_table(found: dict[str, Pairs]) -> Table:
     for name, row in found.items():
         if name == "all":
             table.add_section()
+        counts = (row.both, row.only_a, row.only_b, row.neither, row.left_out)
+        p = f"{row.p:.4f}" if row.p >= 1e-4 else "< 0.0001"
         table.add_row(
             name, f"{row.both + row.only_a}/{row.compared}", f"{row.both + row.only_b}/{row.compared}",
-            *map(str, (row.both, row.only_a, row.only_b, row.neither, row.left_out)), f"{row.p:.4f}",
+            *map(str, counts), p,
         )  # fmt: skip
     return table
 
@@ -131,7 +137,7 @@ def keys_of(results: Iterable[Result]) -> Counter[str]:
 
 def needle_table(title: str, placed: Sequence[Placed], results: Sequence[Result]) -> Table:
     """A line a length and kind, counted in keys. `missing`: no value was given."""
-    columns = ("length", "kind", "prompt", "right", "", "outdated", "wrong", "missing", "errors", "missed at")
+    columns = ("length", "kind", "prompt", "right", "%", "outdated", "wrong", "missing", "errors", "missed at %")
     table = _table(title, *columns, names=2)
     rows = list(dict.fromkeys((item.length, item.problem.kind) for item in placed))
     for at, (length, kind) in enumerate(sorted(rows, key=lambda row: row[0])):
@@ -150,7 +156,7 @@ def needle_table(title: str, placed: Sequence[Placed], results: Sequence[Result]
             str(length), kind, str(round(sum(prompts) / len(prompts))) if prompts else "–",
             f"{keys['right']}/{asked}", percent(keys["right"] / asked if asked else None), str(keys["outdated"]),
             str(keys["wrong"]), str(keys["missing"] + keys["invalid"] + keys["cut"]),
-            str(sum(result.grade is None for _, result in mine)), " ".join(missed) + " %" if missed else "",
+            str(sum(result.grade is None for _, result in mine)), " ".join(missed),
         )  # fmt: skip
     return table
 
@@ -174,7 +180,7 @@ def _arguments(text: str) -> object:
 
 def tools_table(title: str, whole: Sequence[Result], streamed: Sequence[Result]) -> Table:
     """A line a kind; the failures are those of both ways of asking."""
-    table = _table(title, "", "whole", "streamed", "", "same calls", "wrong", "invalid", "cut", "errors")
+    table = _table(title, "", "whole", "streamed", "%", "same calls", "wrong", "invalid", "cut", "errors")
     kinds = list(dict.fromkeys(result.problem.kind for result in whole))
     for name in [*kinds, None]:
         at = [n for n, result in enumerate(whole) if name in (None, result.problem.kind)]

@@ -220,8 +220,11 @@ async def _asked(
 def _print(table: Any) -> None:
     from rich.console import Console
 
-    # A file or a pipe takes whole lines; 80 columns would cut them.
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    # A narrow terminal wraps lines; rich would leave out figures.
+    whole = Console(width=1000).measure(table).maximum
+    console = Console(width=max(whole, Console().width))
+    console.print(table)
+    console.print()
 
 
 def _end(
@@ -250,7 +253,7 @@ def _end(
         share = lines[name].share
         if share is None or share < least:
             low = True
-            print(f"{name}: {percent(share)} right, below {percent(least)}")
+            print(f"{name}: {percent(share)} % right, below {percent(least)} %")
     return INCOMPLETE if errors else BELOW if low else 0
 
 
