@@ -113,6 +113,7 @@ def test_needles_keep_keys_out_of_the_end_and_their_order() -> None:
 
 def test_filler_has_neither_numbers_nor_keys() -> None:
     words = {word for n in range(3000) for word in re.findall(r"\w+", needle.filler(Random(n)).lower())}
+    assert not any(key in other for key in NOUNS for other in NOUNS if key != other)
     assert not words & set(NOUNS) and not any(word.isdigit() for word in words) and len(words) > 60
 
 

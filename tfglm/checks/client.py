@@ -13,6 +13,7 @@ import aiohttp
 from tfglm.checks.errors import CheckError
 from tfglm.checks.problem import Call, Json, Problem, Reply
 
+_CONNECT_S = 30
 _MAX_EVENT = 64 << 20
 """Bytes of one event of a stream; longer ones are the server's mistake."""
 
@@ -87,12 +88,14 @@ class Server:
 
     @asynccontextmanager
     async def _answer(self, path: str, body: Json) -> AsyncIterator[aiohttp.ClientResponse]:
-        timeout = aiohttp.ClientTimeout(total=self.options.timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self.options.timeout_s, sock_connect=_CONNECT_S)
         try:
             async with self._session.post(self.url + path, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     raise _Refused(f"status {response.status}: {_message(await response.text(errors='replace'))}")
                 yield response
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerError(f"no connection within {_CONNECT_S} s") from None
         except TimeoutError:
             raise ServerError(f"no whole reply within {self.options.timeout_s:g} s") from None
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -108,7 +111,7 @@ async def connect(session: aiohttp.ClientSession, url: str, model: str | None, o
     base = url.rstrip("/").removesuffix("/v1")
     if model:
         return Server(session, base, model, options)
-    limit = aiohttp.ClientTimeout(total=30)
+    limit = aiohttp.ClientTimeout(total=_CONNECT_S)
     try:
         async with session.get(f"{base}/v1/models", timeout=limit) as response:
             raw = await response.read()
@@ -118,7 +121,7 @@ async def connect(session: aiohttp.ClientSession, url: str, model: str | None, o
                 )
         return Server(session, base, str(_object(raw)["data"][0]["id"]), options)
     except TimeoutError:
-        raise ServerError(f"{base}/v1/models does not answer within {limit.total:g} s") from None
+        raise ServerError(f"{base}/v1/models does not answer within {_CONNECT_S} s") from None
     except aiohttp.ClientError as error:
         raise ServerError(f"{base} does not answer: {error or type(error).__name__}") from None
     except (LookupError, TypeError):
