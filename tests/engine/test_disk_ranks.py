@@ -56,7 +56,7 @@ def store(folder: Path, rank: int, pages: Pages) -> PageStore:
 
 
 @contextmanager
-def served(folder: Path, tiny: Checkpoint) -> Iterator[Engine]:
+def served(folder: Path, tiny: Checkpoint, *, cp: bool = False) -> Iterator[Engine]:
     """Three ranks with MTP drafts, started anew."""
     followers: list[DiskFollower] = []
 
@@ -69,13 +69,14 @@ def served(folder: Path, tiny: Checkpoint) -> Iterator[Engine]:
         return {**drafter.handlers(model), **follower.handlers()}
 
     tokenizer = Tokenizer.from_folder(tiny.path)
-    with spread(tiny, RANKS, handlers=handlers, tokens=16 * PAGE) as [model, *_]:
+    with spread(tiny, RANKS, handlers=handlers, tokens=16 * PAGE, cp=cp) as [model, *_]:
         drafter = load_drafter("mtp", tiny, model, Settings())
         assert drafter is not None
         speculator = Speculator(drafter, Policy(Costs((1.0,) * 16)), copy=False, vocab_size=tokenizer.vocab_size)
         pages = Pages([*model.cache.layers, *drafter.planes])
         kept = KeptStates(model.cache.pool, 8, WHO)
-        states = PromptStates(kept, RankedDiskTier(kept, pages, store(folder, 0, pages), model.group))
+        tier = RankedDiskTier(kept, pages, store(folder, 0, pages), model.group)
+        states = PromptStates(kept, tier, replies=model.decodes_alike)
         engine = Engine(model, tokenizer, Settings(context=8 * PAGE), [0], Drafting(speculator), states)
         engine.start()
         try:
@@ -134,4 +135,17 @@ def test_what_one_rank_lacks_is_read_again_by_all(how: str, rank: int, tmp_path:
         memory = reply(engine)
     assert cached(again) == PAGE
     assert cached(memory) == 3 * PAGE
+    assert outcome(again) == outcome(first) == outcome(memory)
+
+
+def test_dealt_out_pages_resume_too(tmp_path: Path, tiny: Checkpoint) -> None:
+    """Context parallel: a page is 256 tokens of every rank."""
+    prompt = (PROMPT * 3)[: 6 * PAGE + 50]
+    wanted = replace(WANTED, prompt=prompt)
+    with served(tmp_path, tiny, cp=True) as engine:
+        first = reply(engine, wanted)
+        memory = reply(engine, wanted)
+    with served(tmp_path, tiny, cp=True) as engine:
+        again = reply(engine, wanted)
+    assert [cached(one) for one in (first, memory, again)] == [0, 6 * PAGE, 6 * PAGE]
     assert outcome(again) == outcome(first) == outcome(memory)

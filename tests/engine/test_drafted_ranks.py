@@ -87,13 +87,15 @@ def drafts(kind: str, checkpoint: Checkpoint, model: Glm53, settings: Settings) 
     return found
 
 
+@pytest.mark.parametrize("cp", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_of_ranks_are_those_of_one(kind: str, ranks: int, tiny: Checkpoint, tmp_path: Path) -> None:
+def test_drafts_of_ranks_are_those_of_one(kind: str, ranks: int, cp: bool, tiny: Checkpoint, tmp_path: Path) -> None:
     """Sums differ in their last bits; the best tokens of these models lie further apart than that."""
     settings = chosen(kind, tmp_path, tiny)
     expected = drafts(kind, tiny, load_model(tiny, tokens=2048, kv="fp32"), settings)
-    with spread(tiny, ranks, handlers=following(kind, settings), tokens=2048, kv="fp32") as [model, *_]:
+    options = {"tokens": 2048, "kv": "fp32", "cp": cp}
+    with spread(tiny, ranks, handlers=following(kind, settings), **options) as [model, *_]:
         found = drafts(kind, tiny, model, settings)
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens
@@ -101,11 +103,13 @@ def test_drafts_of_ranks_are_those_of_one(kind: str, ranks: int, tiny: Checkpoin
     assert len({draft.tokens for draft in expected}) > 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_requests_drafted_on_three_ranks_are_serial(kind: str, tiny: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "cp"), [("mtp", False), ("dspark", False), ("dflash2", False), ("mtp", True)])
+def test_random_requests_drafted_on_three_ranks_are_serial(
+    kind: str, cp: bool, tiny: Checkpoint, tmp_path: Path
+) -> None:
     settings, wanted = chosen(kind, tmp_path, tiny), real_requests(REQUESTS)
     tokenizer = Tokenizer.from_folder(tiny.path)
-    with spread(tiny, 3, handlers=following(kind, settings), tokens=8192) as models:
+    with spread(tiny, 3, handlers=following(kind, settings), tokens=8192, cp=cp) as models:
         for model in models:
             model.weights.head.mul_(0.3)  # flatter logits: noise decides much, and random drafters are often right
         serial, _ = real_outcomes(models[0], tokenizer, wanted, None, 8)

@@ -1,7 +1,12 @@
 """Tests here need an NVIDIA GPU and are skipped without one."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))  # the threads that stand for ranks
 
 
 @pytest.fixture

@@ -29,10 +29,11 @@ class LatentCache:
 
     kv: "bf16", or "fp32" for comparing with engines that cache float32. Memory is reserved, not touched: on a CPU a
     page costs RAM when it is first written. Raises ConfigError for another kv, MemoryShortError if `tokens` cannot be
-    reserved.
+    reserved. ranks: those that share the cache of every stream (models/context.py), of which this has tokens / ranks of
+    each; its planes then have a page more, the last, which belongs to no stream.
     """
 
-    def __init__(self, config: ModelConfig, tokens: int, kv: str) -> None:
+    def __init__(self, config: ModelConfig, tokens: int, kv: str, ranks: int = 1) -> None:
         if kv not in DTYPES:
             raise ConfigError(f"kv is {kv!r}; supported: {', '.join(DTYPES)}")
         if tokens < 1:
@@ -41,7 +42,7 @@ class LatentCache:
         self.bytes_per_token = trunk_bytes_per_token(config, kv)
 
         def plane(width: int) -> torch.Tensor:
-            return torch.empty(pages, PAGE, width, dtype=DTYPES[kv])
+            return torch.empty(pages + (ranks > 1), PAGE, width, dtype=DTYPES[kv])
 
         try:
             self.layers = [
@@ -58,4 +59,4 @@ class LatentCache:
                 f"a cache of {tokens} tokens needs {gib:.1f} GiB ({self.bytes_per_token} bytes a token), which the "
                 "system refuses; ask for fewer tokens"
             ) from exc
-        self.pool = PagePool(pages)
+        self.pool = PagePool(pages, ranks)

@@ -74,7 +74,7 @@ class MtpDrafter:
             context = part.context
             context.tokens += part.tokens
             if len(context.tokens) > BACKLOG:
-                self.rows.absorb([Rows(context.stream, context.tokens[1:], 0)], [context.number], leave=1)
+                self.rows.absorb([Rows(context.stream, context.tokens[1:], 0, prompt=True)], [context.number], leave=1)
                 context.tokens = context.tokens[-1:]
 
     def handlers(self, model: Glm53) -> Mapping[str, Callable[[Message], None]]:

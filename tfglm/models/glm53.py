@@ -15,6 +15,7 @@ from tfglm.checkpoint.store import Checkpoint
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.layout import Layout, Placement, Share
 from tfglm.models import mla, moe
+from tfglm.models.context import dealt_out
 from tfglm.models.shapes import quantised_shapes, shapes_of
 from tfglm.models.source import CheckpointSource
 from tfglm.models.split import Vocabulary
@@ -35,7 +36,8 @@ class Glm53:
 
     tokens: how many tokens the cache holds over all streams, rounded up to whole pages. kv: the cache's format. group:
     the ranks that the weights are spread over. Rank 0's model is used as if it were alone; the others only follow it,
-    with caches of their own that become the same.
+    with caches of their own that become the same. cp: the caches are dealt out to the ranks instead (models/context.py)
+    and `tokens` are those that this rank's has room for.
     """
 
     placement = Placement.BY_LAYER
@@ -52,12 +54,14 @@ class Glm53:
         kv: str = "bf16",
         ops: Ops | None = None,
         group: Group | None = None,
+        cp: bool = False,
     ) -> None:
         self.config = config
         self.weights = weights
         self.group: Group = group or Alone()
         self.vocabulary = Vocabulary.of(config, self.group)
-        self.cache = LatentCache(config, tokens, kv)
+        self.cache = LatentCache(config, tokens, kv, self.group.ranks if cp else 1)
+        self.dealt = dealt_out(config, self.group, self.cache.pool) if cp else None
         self.ops = ops or ReferenceOps(RowMath.verified(shapes_of(config)))
         half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
         self.frequencies = 1.0 / config.rope_theta**half
@@ -66,7 +70,7 @@ class Glm53:
     def decodes_alike(self) -> bool:
         """Whether a row that is decoded has the bits that it has when it is read as a part of a prompt. Where it has
         not, no prompt may go on from rows that a reply has cached."""
-        return True
+        return self.dealt is None
 
     @property
     def share(self) -> Share:
@@ -85,10 +89,6 @@ class Glm53:
     @property
     def tokens_free(self) -> int:
         return self.cache.pool.free * self.page_tokens
-
-    def prepare(self, rows: int, window: int, taps: Taps) -> None:
-        """Do now what the first decode windows of up to `rows` rows, in streams of up to `window` tokens, would wait
-        for. Called before anything is read; there may be nothing to do."""
 
     def prepare(self, rows: int, window: int, taps: Taps) -> None:
         """Do now what the first decode windows of up to `rows` rows, in streams of up to `window` tokens, would wait
@@ -136,7 +136,9 @@ class Glm53:
         self.followed = self._forward(from_message(message), Taps(bool(normed), tuple(int(layer) for layer in layers)))
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
-        ops, config, weights, window = self.ops, self.config, self.weights, rows.window
+        ops, config, weights = self.ops, self.config, self.weights
+        dealt = self.dealt.window(rows) if self.dealt else None
+        window = dealt.window if dealt else rows.window
         rope = ops.angles(window.positions, self.frequencies)
         x = self.vocabulary.embed(ops, weights.embed, rows.tokens)
         selection = None
@@ -146,7 +148,7 @@ class Glm53:
             x, h = ops.add_rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
             if number in taps.layers:
                 streams[number] = x
-            part, selection = mla.attention(ops, config, layer.attention, h, rope, window, planes, selection)
+            part, selection = mla.attention(ops, config, layer.attention, h, rope, window, planes, selection, dealt)
             branch = self.group.sum(part)
             x, h = ops.add_rms_norm(x, branch, layer.ffn_norm, config.rms_norm_eps)
             branch = self.group.sum(moe.feed_forward(ops, config, layer.ffn, h))
@@ -171,12 +173,14 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     group: Group | None = None,
     placement: Placement = Placement.BY_LAYER,
+    cp: bool = False,
 ) -> Glm53:
     """The model of an open checkpoint, with a cache of `tokens` tokens over all streams.
 
     device: "cpu" or "cuda". kv: the cache's format. dense, head: formats of linear layers and of lm_head on a GPU
     (ops.cuda.DENSE_KINDS); a CPU multiplies by what the checkpoint holds. group: the ranks to spread it over, all of
-    which load at the same time, each its own part; placement: of the routed experts' columns.
+    which load at the same time, each its own part; placement: of the routed experts' columns; cp: deal the caches out
+    to them, each with room for `tokens` tokens.
     progress is called after each tensor with the bytes done and the bytes there are. Memory stays near the size of what
     is held. The number of torch threads must be set before, alike on all ranks. Raises ConfigError, CheckpointError,
     MemoryShortError, RanksError.
@@ -192,12 +196,12 @@ def load_model(
     if device == "cuda":
         from tfglm.models import glm53_cuda  # it builds on this module
 
-        model: Glm53 = glm53_cuda.load(config, source, tokens=tokens, kv=kv, dense=dense, head=head, group=group)
+        model: Glm53 = glm53_cuda.load(config, source, tokens=tokens, kv=kv, dense=dense, head=head, group=group, cp=cp)
     else:
         # Before the weights: what it multiplies on trial is gone by then.
-        rows = _agreed(RowMath.verified(shapes_of(config, quantised_shapes(checkpoint, share), share)), group)
+        rows = _agreed(RowMath.verified(shapes_of(config, quantised_shapes(checkpoint, share), share, cp)), group)
         weights = load_weights(config, source)
-        model = Glm53(config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(rows), group=group)
+        model = Glm53(config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(rows), group=group, cp=cp)
     model.placement = placement
     return model
 

@@ -19,6 +19,7 @@ from tfglm.cache.sizes import layer_bytes, trunk_bytes_per_token
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.formats.latent import KvFormat
+from tfglm.models.context import dealt_out
 from tfglm.models.glm53 import Glm53
 from tfglm.models.graphs_cuda import GRAPH_ROWS, Captured, Graphs, context_kind, context_kinds
 from tfglm.models.source import Source
@@ -44,18 +45,19 @@ from tfglm.ops.group import Alone, Group
 class PackedCache:
     """The planes of every layer on the device, in bytes, and the pool of their pages.
 
-    Raises ConfigError for an impossible size, MemoryShortError when the device has no room for it.
+    ranks: as LatentCache's. Raises ConfigError for an impossible size, MemoryShortError when the device has no room for
+    it.
     """
 
-    def __init__(self, config: ModelConfig, tokens: int, kv: KvFormat, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, tokens: int, kv: KvFormat, device: torch.device, ranks: int = 1) -> None:
         if tokens < 1:
             raise ConfigError(f"the cache has room for {tokens} tokens; at least 1 is needed")
-        self.pool = PagePool(pages_for(tokens))
+        self.pool = PagePool(pages_for(tokens), ranks)
         row = layer_bytes(config, kv.value)
         self.bytes_per_token = trunk_bytes_per_token(config, kv.value)
 
         def plane(width: int) -> torch.Tensor:
-            return torch.zeros(self.pool.pages, PAGE, width, dtype=torch.uint8, device=device)
+            return torch.zeros(self.pool.pages + (ranks > 1), PAGE, width, dtype=torch.uint8, device=device)
 
         try:
             self.layers = [
@@ -83,6 +85,7 @@ class CudaGlm53(Glm53):
         tokens: int,
         graphs: bool = True,
         group: Group | None = None,
+        cp: bool = False,
     ) -> None:
         self.device = ops.device
         self.config = config
@@ -90,7 +93,9 @@ class CudaGlm53(Glm53):
         self.vocabulary = Vocabulary.of(config, self.group)
         self.ops: CudaOps = ops
         self.weights = weights
-        self.cache = PackedCache(config, tokens, ops.precision.kv, self.device)  # type: ignore[assignment]
+        ranks = self.group.ranks if cp else 1
+        self.cache = PackedCache(config, tokens, ops.precision.kv, self.device, ranks)  # type: ignore[assignment]
+        self.dealt = dealt_out(config, self.group, self.cache.pool) if cp else None
         half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
         self.frequencies = (1.0 / config.rope_theta**half).to(self.device)
         self.graphs = Graphs(self.device, config.vocab_size) if graphs and self.group.capturable else None
@@ -99,9 +104,9 @@ class CudaGlm53(Glm53):
 
     @property
     def decodes_alike(self) -> bool:
-        """EXL3 experts sum in another order for prompts than for replies."""
+        """EXL3 experts sum in another order for prompts than for replies, and so does what is dealt out."""
         mixtures = (layer.ffn for layer in self.weights.layers if isinstance(layer.ffn, MoeWeights))
-        return all(isinstance(mixture.experts, PlainExperts) for mixture in mixtures)
+        return self.dealt is None and all(isinstance(mixture.experts, PlainExperts) for mixture in mixtures)
 
     @torch.inference_mode()
     def forward_drawn(self, window: Sequence[Rows], taps: Taps, draws: Sequence[Draw | None]) -> Passed:
@@ -226,6 +231,7 @@ def load(
     head: str,
     graphs: bool = True,
     group: Group | None = None,
+    cp: bool = False,
 ) -> CudaGlm53:
     """The model, or the source's part of it, on torch's current GPU. Raises ConfigError where there is none or a format
     is unknown."""
@@ -236,7 +242,7 @@ def load(
         raise ConfigError(f"kv is {kv!r}; supported on a GPU: {', '.join(formats)}")
     ops = CudaOps(Precision(KvFormat(kv), dense, head), torch.device("cuda", torch.cuda.current_device()))
     weights = load_weights(config, source, ops, partial=group is not None and group.ranks > 1)
-    return CudaGlm53(config, weights, ops, tokens=tokens, graphs=graphs, group=group)
+    return CudaGlm53(config, weights, ops, tokens=tokens, graphs=graphs, group=group, cp=cp)
 
 
 # ---- weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tfglm.checkpoint.config import ModelConfig
+from tfglm.models.context import DealtWindow
 from tfglm.models.weights import IndexerWeights
 from tfglm.ops.base import Ops, Rope, Selection, Window
 
@@ -18,6 +19,7 @@ def select(
     rope: Rope,
     window: Window,
     plane: torch.Tensor,
+    dealt: DealtWindow | None = None,
 ) -> Selection:
     """Cache the index keys of the rows x [R, hidden] and choose index_topk tokens for each.
 
@@ -28,4 +30,7 @@ def select(
     key_and_heads = ops.linear(x, weights.key_and_heads)
     ops.write_index_key(key_and_heads[:, :width], weights.key_norm, weights.key_norm_bias, rope, window, plane)
     queries = ops.linear(q_latent, weights.wq_b).unflatten(1, (config.index_n_heads, width))
-    return ops.select(ops.rotate(queries, rope), key_and_heads[:, width:], window, plane, config.index_topk)
+    queries, head_weights = ops.rotate(queries, rope), key_and_heads[:, width:]
+    if dealt is not None:
+        return dealt.select(ops, queries, head_weights, plane, config.index_topk)
+    return ops.select(queries, head_weights, window, plane, config.index_topk)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tfglm.cache.latent import LatentCache
-from tfglm.cache.pages import Follower, Stream
+from tfglm.cache.pages import PAGE, Follower, Stream
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.models import mla, moe
@@ -79,6 +79,7 @@ class Mtp:
         self._pool = model.cache.pool
         self._ops = model.ops
         self._vocabulary = model.vocabulary
+        self._dealt = model.dealt
         self._frequencies = model.frequencies
         [layer] = weights.layer.layers
         # A layer without an indexer takes the selection it is given: how a chain keeps its first step's list.
@@ -86,7 +87,8 @@ class Mtp:
         self._shared = dataclasses.replace(layer.attention, indexer=None)
 
     def _new_cache(self, model: Glm53, kv: str) -> LatentCache:
-        return LatentCache(alone(model.config), model.tokens_total, kv)
+        pool = model.cache.pool
+        return LatentCache(alone(model.config), pool.pages * PAGE, kv, pool.page_tokens // PAGE)
 
     def open_stream(self, trunk: Stream) -> Stream:
         """Rows on the pages of a stream of the trunk, after those it holds. Of kept pages it begins with, this layer's
@@ -116,7 +118,8 @@ class Mtp:
         """Rows that are laid out through the layer, on every rank at the same time. before: what they attend to besides
         themselves, instead of what the layer would choose."""
         group = self._vocabulary.group
-        ops, config, weights, window = self._ops, self.config, self.weights, rows.window
+        dealt = self._dealt.window(rows) if self._dealt else None
+        ops, config, weights, window = self._ops, self.config, self.weights, dealt.window if dealt else rows.window
         [layer], [planes], eps = weights.layer.layers, self.cache.layers, config.rms_norm_eps
         rope = ops.angles(window.positions, self._frequencies)
         embedded = self._vocabulary.embed(ops, weights.layer.embed, rows.tokens)
@@ -125,8 +128,10 @@ class Mtp:
         x = ops.linear(joined, weights.eh_proj)
         h = ops.rms_norm(x, layer.attention_norm, eps)
         attention = self._full if before is None else self._shared
-        given = None if before is None else _extended(before, window.slots)
-        part, selection = mla.attention(ops, config, attention, h, rope, window, planes, given)
+        given = None
+        if before is not None:
+            given = dealt.extended(before) if dealt else _extended(before, window.slots)
+        part, selection = mla.attention(ops, config, attention, h, rope, window, planes, given, dealt)
         x, h = ops.add_rms_norm(x, group.sum(part), layer.ffn_norm, eps)
         branch = group.sum(moe.feed_forward(ops, config, layer.ffn, h))
         wanted = rows.wanted

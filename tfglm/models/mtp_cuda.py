@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from tfglm.cache.latent import LatentCache
+from tfglm.cache.pages import PAGE
 from tfglm.models.glm53 import Glm53
 from tfglm.models.glm53_cuda import CudaGlm53, PackedCache, hold_layer, longest, packed, unpacked
 from tfglm.models.graphs_cuda import GRAPH_ROWS, Captured, context_kind, context_kinds
@@ -42,7 +43,8 @@ class CudaMtp(Mtp):
     def _new_cache(self, model: Glm53, kv: str) -> LatentCache:
         assert isinstance(model, CudaGlm53)
         kv_format, device = model.ops.precision.kv, model.device
-        return PackedCache(alone(model.config), model.tokens_total, kv_format, device)  # type: ignore[return-value]
+        tokens, ranks = model.cache.pool.pages * PAGE, model.page_tokens // PAGE
+        return PackedCache(alone(model.config), tokens, kv_format, device, ranks)  # type: ignore[return-value]
 
     def layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         """A chain does not keep its first step's list: the kernels bound a list by index_topk. What a step of few rows

@@ -14,14 +14,17 @@ from tfglm.ops.reference import list_width
 from tfglm.ops.rows import MIN_COLUMNS, Shapes
 
 
-def shapes_of(config: ModelConfig, quantised: Iterable[tuple[int, int]] = (), share: Share | None = None) -> Shapes:
+def shapes_of(
+    config: ModelConfig, quantised: Iterable[tuple[int, int]] = (), share: Share | None = None, cp: bool = False
+) -> Shapes:
     """quantised: (inputs, outputs), padded, of the linears that are not plain matrices. share: of a rank that holds a
-    part of the model only."""
+    part of the model only. cp: it attends for all ranks' heads too (models/context.py)."""
     held = share or Share(Layout.of(config, 1), 0)
     hidden, latent = config.hidden_size, config.kv_lora_rank
     nope, rotary, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     index_heads, index_width = config.index_n_heads, config.index_head_dim
     [heads], [vocabulary] = _sizes(held, Family.HEADS, [0]), _sizes(held, Family.VOCABULARY, [0])
+    attending = {heads} | ({held.layout.largest(Family.HEADS) * held.layout.ranks} if cp else set())
     routed, shared, dense = _inner_sizes(config, held)
     linears = set(quantised) | {
         (hidden, config.q_lora_rank + latent + rotary),
@@ -44,8 +47,8 @@ def shapes_of(config: ModelConfig, quantised: Iterable[tuple[int, int]] = (), sh
         linears=_not_empty(linears),
         experts=_not_empty(experts),
         groups=_not_empty({(heads, nope, latent), (heads, latent, value)}),
-        scores=_not_empty({(heads, inner, width) for width in widths for inner in (latent, rotary)}),
-        sums=_not_empty({(heads, width, latent) for width in widths} | {(1, index_heads, PAGE)}),
+        scores=_not_empty({(n, inner, width) for n in attending for width in widths for inner in (latent, rotary)}),
+        sums=_not_empty({(n, width, latent) for n in attending for width in widths} | {(1, index_heads, PAGE)}),
         shared=frozenset({(index_heads, index_width, PAGE)}),
         widths=frozenset(
             widths

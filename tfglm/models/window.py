@@ -102,13 +102,15 @@ def lay_out(rows: Sequence[Rows]) -> LaidOut:
     for stream, entry in enumerate(rows):
         # By way of numpy: torch reads a list of 2,000 pages eight times as slowly, at every forward.
         pages[stream, : len(entry.stream.pages)] = torch.from_numpy(np.array(entry.stream.pages, np.int64))
+    page_tokens = rows[0].stream.pool.page_tokens
+    ranks = page_tokens // PAGE
     positions = torch.cat([torch.arange(s.position, s.position + s.stop - s.start) for s in spans])
     stream_of = torch.repeat_interleave(torch.tensor([s.stop - s.start for s in spans]))
     return LaidOut(
         tokens=torch.cat([torch.tensor(entry.tokens, dtype=torch.int64) for entry in rows]),
         window=Window(
             positions=positions,
-            slots=pages[stream_of, positions // PAGE] * PAGE + positions % PAGE,
+            slots=pages[stream_of, positions // page_tokens] * PAGE + positions % page_tokens // ranks,
             pages=pages,
             stream_of=stream_of,
             spans=tuple(spans),

@@ -63,6 +63,17 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Attention over some of the tokens of each row's choice, to be added to that over the others. out [R, H, C]
+    float32: normalised by itself. peak and total [R, H] float32: the log-sum-exp of the scores is peak + ln(total).
+    Over no tokens out and total are 0 and peak is -inf."""
+
+    out: torch.Tensor
+    peak: torch.Tensor
+    total: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Routing:
     """experts [R, k] int64, best choice first, and their weights [R, k] float32."""
 
@@ -142,6 +153,22 @@ class Ops(Protocol):
         token t is the sum over heads of head_weight * heads^-0.5 * relu(query . key_t * index_head_dim^-0.5). Ties go
         to the lower position.
         """
+        ...
+
+    def best_keys(
+        self, queries: torch.Tensor, head_weights: torch.Tensor, window: Window, visible: torch.Tensor,
+        plane: torch.Tensor, count: int, first: int, step: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """As `select` scores, where only every step-th token of a stream is cached here, beginning with `first`:
+        visible [R] of them are up to each row's own. The keys (ops.order) of the `count` best by their positions in
+        the whole stream, int64 [R, count] in any order, order.NO_KEY where there are fewer."""
+        ...
+
+    def attend_part(
+        self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
+    ) -> Part:  # fmt: skip
+        """`attend` over lists that may be empty, and what is needed to add it to others."""
         ...
 
     def absorb(self, queries: torch.Tensor, key_up: torch.Tensor) -> torch.Tensor:

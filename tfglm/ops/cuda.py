@@ -16,7 +16,7 @@ from tfglm.errors import ConfigError
 from tfglm.formats.groups import GROUP
 from tfglm.formats.latent import KvFormat
 from tfglm.ops import cuda_attention, cuda_cache, cuda_indexer, cuda_linear, cuda_router, cuda_rows
-from tfglm.ops.base import Experts, PlainExperts, Rope, Routing, Selection, Window
+from tfglm.ops.base import Experts, Part, PlainExperts, Rope, Routing, Selection, Window
 from tfglm.ops.cuda_experts import Exl3Layers
 from tfglm.ops.cuda_linear import Dense
 from tfglm.ops.exl3_weights import Exl3Experts, Weight, plain
@@ -148,6 +148,15 @@ class CudaOps:
             queries, head_weights, window, plane, self.precision.kv, count, self.context, self._empty
         )
 
+    def best_keys(
+        self, queries: torch.Tensor, head_weights: torch.Tensor, window: Window, visible: torch.Tensor,
+        plane: torch.Tensor, count: int, first: int, step: int,
+    ) -> torch.Tensor:  # fmt: skip
+        return cuda_indexer.best_keys(
+            queries, head_weights, window, visible, plane, self.precision.kv, count, first, step, self.context,
+            self._empty,
+        )  # fmt: skip
+
     def absorb(self, queries: torch.Tensor, key_up: torch.Tensor) -> torch.Tensor:
         """key_up [H, C, nope], transposed against the reference's: the sum runs along a row."""
         rows, heads, _ = queries.shape
@@ -157,11 +166,27 @@ class CudaOps:
         self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
         latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
     ) -> torch.Tensor:  # fmt: skip
-        longest = min(self.context, selection.slots.shape[1])
         out = self._empty(tuple(latent_queries.shape))
+        return self._attend(latent_queries, rope_queries, selection, scale, latent_plane, rope_plane, rope, out)
+
+    def attend_part(
+        self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
+    ) -> Part:  # fmt: skip
+        out = self._empty(tuple(latent_queries.shape), torch.float32)
+        peak = self._empty(tuple(latent_queries.shape[:2]), torch.float32)
+        self._attend(latent_queries, rope_queries, selection, scale, latent_plane, rope_plane, rope, out, peak)
+        return Part(out, peak, (peak > float("-inf")).float())
+
+    def _attend(
+        self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope, out: torch.Tensor,
+        log_sums: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        listed = Selection(selection.slots.int(), selection.counts.int())  # as they are, unless torch made them
         return cuda_attention.attend(
-            latent_queries, rope_queries, rope, selection, scale, self.precision.kv, latent_plane, rope_plane, longest,
-            out, self._empty,
+            latent_queries, rope_queries, rope, listed, scale, self.precision.kv, latent_plane, rope_plane,
+            min(self.context, listed.slots.shape[1]), out, self._empty, log_sums,
         )  # fmt: skip
 
     def expand(self, attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:

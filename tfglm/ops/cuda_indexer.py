@@ -9,7 +9,7 @@ import torch
 
 from tfglm.cache.pages import PAGE
 from tfglm.formats.latent import KvFormat
-from tfglm.ops import driver
+from tfglm.ops import driver, order
 from tfglm.ops.base import Selection, Window
 from tfglm.ops.cuda_launch import chained
 
@@ -70,6 +70,31 @@ def select(
         _score(module, part, window.pages, plane, scores, count)
         _rank(module, part, window.pages, parts, count, scores, levels)
     return selection
+
+
+def best_keys(
+    queries: torch.Tensor, head_weights: torch.Tensor, window: Window, visible: torch.Tensor, plane: torch.Tensor,
+    kv: KvFormat, count: int, first: int, step: int, context: int, empty: Empty,
+) -> torch.Tensor:  # fmt: skip
+    """`Ops.best_keys`: int64 [R, count]. Scores come from the kernel that `select` uses; they are ranked by torch's own
+    top-k over keys, of which no two are alike. context: at least as many tokens as any row sees on all ranks."""
+    rows, heads, width = queries.shape
+    module = driver.load("indexer", {"HEADS": str(heads), "WIDTH": str(width), "KEYS": str(int(kv is KvFormat.FP4X))})
+    stride = -(-context // step // PAGE + 1) * PAGE
+    piece = min(rows, max(_ROWS, _SCORE_BYTES // (4 * stride) // _ROWS * _ROWS))
+    scores, best = empty((piece, stride), torch.float32), empty((rows, count), torch.int64)
+    best.fill_(order.NO_KEY)
+    columns = torch.arange(stride, device=plane.device)
+    none = empty((rows,), torch.int32)
+    whole = _Rows(queries, head_weights, visible - 1, window.stream_of, none, none)
+    for start in range(0, rows, piece):
+        stop = min(start + piece, rows)
+        _score(module, whole.part(start, stop), window.pages, plane, scores, 0)
+        keys = order.keys(scores[: stop - start], columns * step + first)
+        keys.masked_fill_(columns >= visible[start:stop, None], order.NO_KEY)
+        most = min(count, stride)
+        best[start:stop, :most] = keys.topk(most, dim=1).values
+    return best
 
 
 def _parts(context: int, count: int) -> list[int]:

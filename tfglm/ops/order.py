@@ -12,6 +12,9 @@ import torch
 _INDEX_BITS = 32
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 
+NO_KEY = torch.iinfo(torch.int64).min
+"""Below every key: stands where there are fewer values than places."""
+
 
 def keys(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """int64 keys whose descending order is the total order. values float32 and indices int64 (0..2^32-1) broadcast."""

@@ -6,7 +6,7 @@ import torch
 
 from tfglm.checkpoint.config import INDEXER_LAYER_NORM_EPS, ModelConfig
 from tfglm.ops import exl3_reference, order
-from tfglm.ops.base import Experts, PlainExperts, Rope, Routing, Selection, Window
+from tfglm.ops.base import Experts, Part, PlainExperts, Rope, Routing, Selection, Window
 from tfglm.ops.exl3_weights import Exl3Experts, StackedWeight, Weight
 from tfglm.ops.rows import MIN_COLUMNS, TILE, Rows
 
@@ -110,6 +110,25 @@ class ReferenceOps:
             tiles.append(self.rows.batched(weights, similarity)[:, 0])
         return torch.cat(tiles, dim=1)
 
+    def best_keys(
+        self, queries: torch.Tensor, head_weights: torch.Tensor, window: Window, visible: torch.Tensor,
+        plane: torch.Tensor, count: int, first: int, step: int,
+    ) -> torch.Tensor:  # fmt: skip
+        best = torch.full((queries.shape[0], count), order.NO_KEY)
+        for stream, span in enumerate(window.spans):
+            length = int(visible[span.start : span.stop].max())
+            pages = window.pages[stream, : -(-length // plane.shape[1])]
+            piece = max(1, _PIECE_ELEMENTS // max(1, length))
+            for start in range(span.start, span.stop if length else span.start, piece):
+                part = slice(start, min(start + piece, span.stop))
+                scores = self.index_scores(queries[part], head_weights[part], plane, pages)
+                columns = torch.arange(scores.shape[1])
+                keys = order.keys(scores, columns * step + first)
+                keys.masked_fill_(columns >= visible[part, None], order.NO_KEY)
+                chosen = keys.topk(min(count, keys.shape[1]), dim=1).values
+                best[part, : chosen.shape[1]] = chosen
+        return best
+
     def absorb(self, queries: torch.Tensor, key_up: torch.Tensor) -> torch.Tensor:
         return self.rows.grouped(queries, key_up.transpose(1, 2))
 
@@ -117,6 +136,21 @@ class ReferenceOps:
         self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
         latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
     ) -> torch.Tensor:  # fmt: skip
+        return self._attended(latent_queries, rope_queries, selection, scale, latent_plane, rope_plane, rope).out
+
+    def attend_part(
+        self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
+    ) -> Part:  # fmt: skip
+        part = self._attended(latent_queries, rope_queries, selection, scale, latent_plane, rope_plane, rope)
+        empty = selection.counts == 0
+        part.out[empty], part.total[empty], part.peak[empty] = 0, 0, float("-inf")
+        return part
+
+    def _attended(
+        self, latent_queries: torch.Tensor, rope_queries: torch.Tensor, selection: Selection, scale: float,
+        latent_plane: torch.Tensor, rope_plane: torch.Tensor, rope: Rope,
+    ) -> Part:  # fmt: skip
         """A row's list is padded to a width that depends on its length alone; rows of one width go together."""
         rope_queries = self.rotate(rope_queries, rope)
         latents, ropes = latent_plane.flatten(0, 1), rope_plane.flatten(0, 1)
@@ -124,17 +158,21 @@ class ReferenceOps:
         for row, count in enumerate(selection.counts.tolist()):
             by_width.setdefault(list_width(count), []).append(row)
         out = torch.empty_like(latent_queries)
+        peak, total = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
         for width, members in by_width.items():
             piece = max(2, _PIECE_ELEMENTS // (width * latents.shape[1]))
             for rows in torch.tensor(members).split(piece):
                 slots = _padded(selection.slots[rows], width)
-                latent, rope = latents[slots].float(), ropes[slots].float()  # [rows, width, C], [rows, width, D]
+                latent, turned = latents[slots].float(), ropes[slots].float()  # [rows, width, C], [rows, width, D]
                 scores = self.rows.batched(latent_queries[rows], latent.transpose(1, 2))
-                scores += self.rows.batched(rope_queries[rows], rope.transpose(1, 2))
+                scores += self.rows.batched(rope_queries[rows], turned.transpose(1, 2))
                 absent = torch.arange(width) >= selection.counts[rows, None]
                 scores = (scores * scale).masked_fill_(absent[:, None], float("-inf"))
-                out[rows] = self.rows.batched(self.rows.softmax(scores), latent)
-        return out
+                shares = self.rows.softmax(scores)
+                out[rows] = self.rows.batched(shares, latent)
+                # The largest share is exp(0) over the sum of all.
+                peak[rows], total[rows] = scores.amax(dim=2), 1 / shares.amax(dim=2)
+        return Part(out, peak, total)
 
     def expand(self, attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:
         return self.rows.grouped(attended, value_up).flatten(1)
