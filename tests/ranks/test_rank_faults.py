@@ -33,8 +33,7 @@ def assert_all_named_it(ranks: list[Toy], hurt: int) -> None:
 
 
 @pytest.mark.parametrize("hurt", [0, 1, 2])
-@pytest.mark.parametrize("phase", ["busy", "idle"])
-@pytest.mark.parametrize("wire", ["gloo", "shared"])
+@pytest.mark.parametrize(("wire", "phase"), [("gloo", "busy"), ("shared", "busy"), ("gloo", "idle")])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_rank_is_killed_or_stopped(toys: Toys, how: signal.Signals, wire: str, phase: str, hurt: int) -> None:
     ranks = toys.start_ranks(3, wire=wire, phase=phase)
@@ -61,7 +60,24 @@ def test_a_rank_is_lost_while_another_has_not_come(toys: Toys, how: signal.Signa
     assert_all_named_it(ranks, hurt)
 
 
-@pytest.mark.parametrize("hurt", [0, 1, 2])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("hurt", [0, 2])
+def test_a_rank_is_lost_while_another_loads(toys: Toys, how: signal.Signals, hurt: int) -> None:
+    ranks = toys.start_ranks(3, wire="gloo", load={1: 60.0})
+    for toy in ranks:
+        toy.wait_for("joined")
+    time.sleep(1.0)  # by now ranks 0 and 2 wait for rank 1
+    began = time.monotonic()
+    ranks[hurt].send(how)
+    took = ends_of_the_others(ranks, hurt, began)
+    assert max(took.values()) < WITHIN_S, took
+    # Rank 1 loads on and is ended for it: its log names the rank, it says nothing itself.
+    for toy in ranks:
+        if toy.rank != hurt:
+            assert f"rank {hurt} (" in toy.log.read_text(), toy.story()
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
 def test_a_delay_shorter_than_the_limits_is_waited_for(toys: Toys, hurt: int) -> None:
     """Standing in its own work for longer than a lost beat takes: it goes on beating, so nobody gives it up."""
     ranks = toys.start_ranks(3, wire="shared", phase="busy", stand={hurt: 6.0})

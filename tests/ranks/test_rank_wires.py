@@ -193,3 +193,17 @@ def test_memory_that_is_not_rank_0s_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert controls[0].failure(5) is not None
     for control in controls:
         control.close()
+
+
+# -- GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_tensors_of_ranks_that_share_a_gpu(wires: Wires) -> None:
+    for size in (3, 6144, 6144 * 300):
+        for number in range(3):
+            parts = [part(rank + number, (2, size), torch.float32) for rank in range(RANKS)]
+            for gathered in wires.gather(lambda rank, p=parts: p[rank].cuda()):
+                assert isinstance(gathered, torch.Tensor), gathered
+                assert gathered.is_cuda and torch.equal(gathered.cpu(), torch.stack(parts))

@@ -1,8 +1,9 @@
 """One rank without a model, as a process of its own: it sums what rank 0 tells it to, and says what happens to it.
 
 A plan: rank, ranks, port, host, source, facts, expected, wire, phase, stand ({rank: seconds}: so long in the fourth
-sum), limit_s, lost_s, step_s, settings, network (the path of a network namespace). Phases: "busy" sums without end,
-"idle" sums three times and then waits, "done" sums three times and ends.
+sum), load ({rank: seconds}: so long before it is ready), limit_s, lost_s, step_s, settings, device, network (the
+path of a network namespace). Phases: "busy" sums without end, "idle" sums three times and then waits, "done" sums three times
+and ends, "captured" does so in a CUDA graph.
 """
 
 import ctypes
@@ -47,21 +48,26 @@ def meet_the_others(plan: dict) -> Control:
 
 def work(plan: dict, control: Control) -> None:
     torch.set_num_threads(1)
-    rank = plan["rank"]
+    rank, device = plan["rank"], plan.get("device", "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    end_process_on_failure(control)
     wire = open_wire(plan.get("wire", "gloo"), control, limit_s=plan.get("step_s", 300.0))
     group = RankGroup(wire, control, plan.get("settings", ""))
-    end_process_on_failure(control)
+    time.sleep(plan.get("load", {}).get(rank, 0))
     group.meet("loading", 60.0)
     say("ready")
 
     def add(message: Message) -> None:
-        x = message.arrays["x"]
+        x = message.arrays["x"].to(device)
         if message.facts["number"] == 4:
             time.sleep(plan.get("stand", {}).get(rank, 0))
         total = group.sum(x * (rank + 1))
         say("sum", number=message.facts["number"], value=float(total.sum()))
 
-    if rank:
+    if plan.get("phase") == "captured":
+        captured(group)
+    elif rank:
         follow(group, {"add": add})
     else:
         phase = plan.get("phase", "done")
@@ -78,6 +84,21 @@ def work(plan: dict, control: Control) -> None:
             control.failure(600.0)
             control.check()
     group.close()
+
+
+def captured(group: RankGroup) -> None:
+    x = torch.ones(2, 3, device="cuda")
+    group.sum(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        total = group.sum(x)
+    for number in (1, 2, 3):
+        x.fill_(float(number * (group.rank + 1)))
+        graph.replay()
+        torch.cuda.synchronize()
+        say("sum", number=number, value=float(total.sum()))
+    group.meet("the end", 60.0)
 
 
 def enter_network(path: str) -> None:

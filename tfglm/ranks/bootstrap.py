@@ -308,7 +308,8 @@ def _await_welcome(
             except FrameError as error:
                 raise RanksError(f"what answers at {where} is not rank 0: {error}") from error
             except (EOFError, OSError) as error:
-                raise RanksError(f"rank 0 ({where}) closed its connection before all ranks had joined") from error
+                what = "closed its connection: it has ended, or has all the ranks it waits for"
+                raise RanksError(f"rank 0 ({where}) {what}") from error
             for at, frame in enumerate(frames):
                 if frame.kind == "welcome":
                     return frames[at + 1 :]

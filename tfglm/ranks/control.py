@@ -212,11 +212,11 @@ class Control:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None or not self._missing(what), _PROGRESS_S)
-                self.check()
                 missing = self._missing(what)
-            waited = time.monotonic() - began
             if not missing:
-                return
+                return  # even if a rank that has left since ended the others
+            self.check()
+            waited = time.monotonic() - began
             if waited >= limit_s:
                 self.fail(RanksError(f"rank {missing[0]} was not ready with {what} after {waited:.0f} s"))
                 self.check()

@@ -1,0 +1,37 @@
+"""The NCCL wire, between processes with a GPU each: sums, a captured graph, and the end of a rank that dies."""
+
+import signal
+import time
+
+import pytest
+import torch
+from rank_processes import Toys
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks"),
+]
+
+
+@pytest.mark.parametrize("phase", ["done", "captured"])
+def test_two_gpus_sum(toys: Toys, phase: str) -> None:
+    ranks = toys.start_ranks(2, wire="nccl", device="cuda", phase=phase)
+    for toy in ranks:
+        toy.wait_end()
+        assert toy.exit_code == 0, toy.story()
+        sums = [event["value"] for event in toy.events if event["event"] == "sum"]
+        assert sums == [3 * 6.0, 3 * 12.0, 3 * 18.0], toy.story()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("hurt", [0, 1])
+def test_a_rank_is_lost_in_a_sum(toys: Toys, how: signal.Signals, hurt: int) -> None:
+    ranks = toys.start_ranks(2, wire="nccl", device="cuda", phase="busy")
+    for toy in ranks:
+        toy.wait_for("sum", 5)
+    began = time.monotonic()
+    ranks[hurt].send(how)
+    other = ranks[1 - hurt]
+    assert other.wait_end(within_s=30) - began < 10.0, other.story()
+    assert other.exit_code != 0
+    assert f"rank {hurt} (" in other.log.read_text(), other.story()
