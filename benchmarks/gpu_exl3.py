@@ -1,10 +1,12 @@
 """EXL3 kernels of one rank's share of GLM-5.3 on the GPU at hand: the search, experts of a window, experts of a prompt.
 
-    python benchmarks/gpu_exl3.py encode|experts|prompt [--json FILE] [--try NAME=VALUE ...]
+    python benchmarks/gpu_exl3.py encode|experts|prompt|placement [--json FILE] [--try NAME=VALUE ...]
 
 Experts: hidden 6144, 256 experts, top 8, this rank's columns 640 or 768, 81/158/17 experts of 2/3/4 bits (mcg), one
 input scale, random words, 4 distinct layers x 4 routings in one CUDA graph, median of 30 replays / 16. "clustered"
-routing draws the smaller number of distinct experts that real text shows.
+routing draws the smaller number of distinct experts that real text shows. placement: the slowest of three ranks, which
+the others wait for in every layer, where the sixth block of 128 columns is one rank's for all experts of a layer, and
+where it goes by expert; mean over 4 routings.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from tfglm.layout import Family, Layout, Placement
 from tfglm.ops import exl3_cuda, nvrtc
 from tfglm.ops import exl3_experts_cuda as experts_cuda
 
@@ -51,8 +54,10 @@ def median_ms(run: Callable[[], None], repeats: int) -> float:
     return statistics.median(times)
 
 
-def layer(width: int, seed: int) -> experts_cuda.ExpertTables:
-    """One rank's experts of a layer, random words made on the GPU."""
+def layer(columns: int | list[int], seed: int) -> experts_cuda.ExpertTables:
+    """One rank's experts of a layer, random words made on the GPU. columns: inner columns of all, or of each."""
+    own = [columns] * EXPERTS if isinstance(columns, int) else columns
+    width = max(own)
     g = torch.Generator("cuda").manual_seed(seed)
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -66,9 +71,9 @@ def layer(width: int, seed: int) -> experts_cuda.ExpertTables:
 
     bits = [BITS[i] for i in order]
     return experts_cuda.expert_tables(
-        [words(HIDDEN, width, b) for b in bits],
-        [words(HIDDEN, width, b) for b in bits],
-        [words(width, HIDDEN, b) for b in bits],
+        [words(HIDDEN, n, b) for n, b in zip(own, bits, strict=True)],
+        [words(HIDDEN, n, b) for n, b in zip(own, bits, strict=True)],
+        [words(n, HIDDEN, b) for n, b in zip(own, bits, strict=True)],
         suh=(signed(HIDDEN).float() / (1.24 * HIDDEN**0.5)).half(),
         svh=signed(2, EXPERTS, width),
         down_suh=(signed(EXPERTS, width).float() / (1.24 * width**0.5)).half(),
@@ -86,14 +91,17 @@ def routing(rows: int, clustered: bool, seed: int) -> torch.Tensor:
     return torch.stack([pool[torch.randperm(len(pool), generator=g)[:SLOTS]] for _ in range(rows)]).int().cuda()
 
 
-def in_graph_us(path: str, layers: list[experts_cuda.ExpertTables], rows: int, clustered: bool) -> tuple[float, float]:
-    """(median microseconds of one call, expert bytes it reads)."""
+def in_graph_us(
+    path: str, layers: list[experts_cuda.ExpertTables], rows: int, clustered: bool, seeds: range | None = None
+) -> tuple[float, float]:
+    """(median microseconds of one call, expert bytes it reads). seeds: of the routings, by default four a layer."""
     t = layers[0]
     x, out = torch.randn(rows, HIDDEN, device="cuda").bfloat16(), torch.empty(rows, HIDDEN, device="cuda")
     weights = torch.rand(rows, SLOTS, device="cuda")
     cls = experts_cuda.DecodeWorkspace if path == "decode" else experts_cuda.PromptWorkspace
     workspace = cls.allocate(rows, SLOTS, EXPERTS, HIDDEN, t.width, True, x.device)
-    picks = [routing(rows, clustered, seed) for seed in range(len(layers) * ROUTINGS)]
+    picks = [routing(rows, clustered, seed) for seed in seeds or range(len(layers) * ROUTINGS)]
+    picks *= max(1, len(layers) // len(picks))
 
     def calls() -> None:
         for i, chosen in enumerate(picks):
@@ -137,6 +145,30 @@ def bench_prompt(widths: list[int], chunks: list[int]) -> list[dict[str, float |
     return found
 
 
+def bench_placement(windows: list[int]) -> list[dict[str, float | int | str]]:
+    found: list[dict[str, float | int | str]] = []
+    for placement in Placement:
+        layout = Layout(3, 64, 2048, 2048, 12288, 154_880, placement)
+        held = []
+        for rank in range(3):
+            shares = (layout.share(Family.ROUTED, 0, rank, e) for e in range(EXPERTS))
+            columns = [stop - start for start, stop in shares]
+            held.append([layer(columns, seed) for seed in range(LAYERS)])
+        for rows in windows:
+            path = "decode" if rows <= experts_cuda.DECODE_ROWS else "prompt"
+            times = [
+                [in_graph_us(path, ranks, rows, False, range(seed, seed + 1))[0] for ranks in held]
+                for seed in range(ROUTINGS)
+            ]
+            slowest = statistics.mean(max(ranks) for ranks in times)
+            mean = statistics.mean(statistics.mean(ranks) for ranks in times)
+            found.append(
+                {"placement": placement.value, "rows": rows, "slowest_us": round(slowest, 1), "mean_us": round(mean, 1)}
+            )
+            print(f"placement by {placement.value:6} rows {rows:4} slowest {slowest:7.1f} us, mean {mean:7.1f} us")
+    return found
+
+
 def bench_encode(tiles: int) -> list[dict[str, float | int]]:
     found: list[dict[str, float | int]] = []
     x = torch.randn(tiles, 256, device="cuda") * 1.18
@@ -164,7 +196,7 @@ def bench_encode(tiles: int) -> list[dict[str, float | int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("encode", "experts", "prompt"))
+    parser.add_argument("what", choices=("encode", "experts", "prompt", "placement"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--widths", type=int, nargs="+", default=[640, 768])
     parser.add_argument("--rows", type=int, nargs="+")
@@ -180,6 +212,8 @@ def main() -> None:
     elif given.what == "experts":
         kinds = [False] if given.uniform_only else [False, True]
         found = bench_experts(given.widths, given.rows or [1, 2, 3, 4, 8, 16], kinds)
+    elif given.what == "placement":
+        found = bench_placement(given.rows or [1, 4, 8, 16, 2048])
     else:
         found = bench_prompt(given.widths, given.rows or [512, 1024, 2048, 3072, 4096])
     if given.json:

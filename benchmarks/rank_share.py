@@ -5,19 +5,23 @@ Usage: python benchmarks/rank_share.py RESULT.json
 The share: 22 heads, routed experts of 640 columns in mixed 2/3/4-bit EXL3 (81/158/17 of 256), shared expert of 640,
 dense weights in 4-bit groups, fp8 latents, bf16 index keys; whole router and indexer. Exchanges between ranks are left
 out. Four distinct layers, the first with an indexer (GLM-5.3's pattern), are captured in a graph; figures are the
-median of its replays. Rows are random, so experts are chosen uniformly: text clusters more.
+median of its replays. The router runs, then drawn choices take its place: uniform ones, or "clustered" ones from as few
+distinct experts as real text shows. Kernels are timed one by one, without overlap of neighbours.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import gpu_exl3
 import torch
 
 from tfglm.cache.latent import LayerPlanes
@@ -27,7 +31,8 @@ from tfglm.checkpoint.presets import preset_config
 from tfglm.formats.latent import KvFormat, row_bytes
 from tfglm.models import mla, moe
 from tfglm.models.weights import AttentionWeights, IndexerWeights, LayerWeights, MlpWeights, MoeWeights
-from tfglm.ops.base import Selection, Span, Window
+from tfglm.ops import driver
+from tfglm.ops.base import Routing, Selection, Span, Window
 from tfglm.ops.cuda import CudaOps, Precision
 from tfglm.ops.exl3_weights import Exl3Experts
 
@@ -39,6 +44,29 @@ HBM, EXL3 = 4.3e12, 1.65e12
 
 GATES = {"experts": (79, 212, 369, 635), "layer": (125, 270, 430, None)}
 """us at 1, 4, 8, 16 rows that are to be reached (a layer: at a context of 8192)."""
+
+
+CONTEXTS, WINDOWS, CHUNKS = (8192, 102_400, 512_000), (1, 2, 4, 8, 16), (2048, 3072, 4096)
+FAMILIES = {
+    "dense linears": ("linear_",),
+    "routed experts": ("experts_", "prompt_"),
+    "attention": ("attend_", "merge_"),
+    "indexer": ("index_", "select_", "write_index", "rotate"),
+    "norms, cache writes, swiglu": ("add_rms", "split_", "swiglu"),
+    "router": ("route",),
+}
+
+
+class DrawnOps(CudaOps):
+    """Choices of experts drawn beforehand, a layer each, in the place of the router's; the router runs all the same."""
+
+    drawn: list[torch.Tensor]
+    layer: int
+
+    def route(self, *given: object) -> Routing:
+        routing = super().route(*given)  # type: ignore[arg-type]
+        self.layer += 1
+        return Routing(self.drawn[self.layer - 1], routing.weights)
 
 
 def share_config() -> ModelConfig:
@@ -58,8 +86,8 @@ def random_experts(config: ModelConfig) -> Exl3Experts:
         return (torch.randn(*shape, device=DEVICE) * 0.1 + 1).half()
 
     return Exl3Experts(
-        "mcg", buffer, offsets, half_bits, torch.full((count,), WIDTH, dtype=torch.int32), scales(hidden), scales(2, count, WIDTH) * 0.02, scales(count, WIDTH),
-        scales(count, hidden) * 0.02,
+        "mcg", buffer, offsets, half_bits, torch.full((count,), WIDTH, dtype=torch.int32), scales(hidden),
+        scales(2, count, WIDTH) * 0.02, scales(count, WIDTH), scales(count, hidden) * 0.02,
     )  # fmt: skip
 
 
@@ -104,14 +132,21 @@ class Share:
     """Four layers, their caches of `tokens` tokens, and how to run a window at the end of a context."""
 
     config: ModelConfig
-    ops: CudaOps
+    ops: DrawnOps
     layers: list[LayerWeights]
     planes: list[LayerPlanes]
     pages: torch.Tensor
+    drawn: dict[tuple[int, bool], list[torch.Tensor]] = field(default_factory=dict)
+
+    def choices(self, rows: int, clustered: bool) -> list[torch.Tensor]:
+        """int32 [rows, 8] for each layer."""
+        if (rows, clustered) not in self.drawn:
+            self.drawn[rows, clustered] = [gpu_exl3.routing(rows, clustered, seed) for seed in range(LAYERS)]
+        return self.drawn[rows, clustered]
 
     @classmethod
     def random(cls, tokens: int) -> Share:
-        config, ops = share_config(), CudaOps(Precision(KvFormat.FP8, "q4", "fp8"), DEVICE)
+        config, ops = share_config(), DrawnOps(Precision(KvFormat.FP8, "q4", "fp8"), DEVICE)
         size = row_bytes(KvFormat.FP8, config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim)
 
         def plane(width: int) -> torch.Tensor:
@@ -124,8 +159,9 @@ class Share:
         layers = [random_layer(config, ops, layer == 0) for layer in range(LAYERS)]
         return cls(config, ops, layers, planes, torch.randperm(tokens // PAGE, device=DEVICE)[None])
 
-    def runner(self, rows: int, context: int, parts: str = "all") -> Callable[[], None]:
+    def runner(self, rows: int, context: int, parts: str = "all", clustered: bool = False) -> Callable[[], None]:
         """A function that runs the group of layers once."""
+        choices = self.choices(rows, clustered)
         at = torch.arange(context - rows, context, device=DEVICE)
         slots = self.pages[0, at // PAGE] * PAGE + at % PAGE
         spans = (Span(0, rows, context - rows),)
@@ -136,16 +172,18 @@ class Share:
         ops, config = self.ops, self.config
 
         def experts() -> None:
+            ops.drawn, ops.layer = choices, 0
             for layer in self.layers:
                 routing = ops.route(x0, layer.ffn.gate, layer.ffn.correction, config)
                 ops.experts(x0, routing, layer.ffn.experts)
 
         def routing_alone() -> None:
+            ops.drawn, ops.layer = choices, 0
             for layer in self.layers:
                 ops.route(x0, layer.ffn.gate, layer.ffn.correction, config)
 
         def everything() -> None:
-            ops.context = context
+            ops.context, ops.drawn, ops.layer = context, choices, 0
             x, branch, selection = x0, x0, None
             for layer, planes in zip(self.layers, self.planes, strict=True):
                 x, h = ops.add_rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
@@ -155,7 +193,7 @@ class Share:
 
         def shared_layers() -> None:
             """The three layers without an indexer."""
-            ops.context = context
+            ops.context, ops.drawn, ops.layer = context, choices, 0
             x, branch = x0, x0
             count = min(context, config.index_topk)
             selection = Selection(slots_listed[:, :count].contiguous(), counts)
@@ -190,15 +228,31 @@ def graph_us(run: Callable[[], None], replays: int = 15) -> float:
     return statistics.median(times[2:])
 
 
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Launches that wait for their predecessors' end, so that a kernel's time holds no waiting."""
+    call = driver.Kernel.__call__
+
+    def plainly(self: driver.Kernel, *given: object, overlap: bool = False, **more: object) -> None:
+        call(self, *given, **more)  # type: ignore[arg-type]
+
+    driver.Kernel.__call__ = plainly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        driver.Kernel.__call__ = call  # type: ignore[method-assign]
+
+
 @torch.inference_mode()
 def by_kernel(run: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """us and launches a layer of each kernel, launched one by one."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    """us and launches a layer of each kernel."""
+    total: dict[str, dict[str, float]] = defaultdict(lambda: {"us": 0.0, "launches": 0.0})
+    with one_by_one():
         run()
         torch.cuda.synchronize()
-    total: dict[str, dict[str, float]] = defaultdict(lambda: {"us": 0.0, "launches": 0.0})
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             total[event.name[:60]]["us"] += event.device_time / LAYERS
@@ -207,23 +261,59 @@ def by_kernel(run: Callable[[], None]) -> dict[str, dict[str, float]]:
     return {name: {key: round(value, 2) for key, value in figures.items()} for name, figures in kernels}
 
 
-def expert_ratios(experts_us: dict[str, float]) -> dict[str, dict[str, float]]:
-    """The share of two limits that the routed experts reach, for the distinct experts that independent draws need."""
-    one = 3 * 6144 * WIDTH * sum(BITS) / len(BITS) / 8
-    ratios = {}
-    for rows, us in experts_us.items():
-        nbytes = 256 * (1 - (1 - 8 / 256) ** int(rows)) * one
-        limits = {"of reading them": HBM, "of decoding them": EXL3}
-        ratios[rows] = {name: round(nbytes / rate * 1e6 / us, 2) for name, rate in limits.items()}
-    return ratios
+def by_family(kernels: dict[str, dict[str, float]]) -> dict[str, float]:
+    """us a layer of each family of kernels."""
+    total: dict[str, float] = defaultdict(float)
+    for name, figures in kernels.items():
+        family = next((family for family, names in FAMILIES.items() if name.startswith(names)), "other")
+        total[family] += figures["us"]
+    return {family: round(us, 1) for family, us in total.items()}
+
+
+def must_move(share: Share, rows: int, context: int, clustered: bool) -> dict[str, float]:
+    """Bytes a layer (mean of the four) that a window has to read once, by kind, and the least us it can take.
+
+    A limit: everything at the rate of memory, but the experts' weights at the rate at which they can be decoded where
+    that is lower. Products of prompts take longer and are not counted.
+    """
+    config, ops = share.config, share.ops
+    dense = 0
+    for layer in share.layers:
+        attention, ffn = layer.attention, layer.ffn
+        assert isinstance(ffn, MoeWeights)
+        held = [attention.a_proj, attention.q_b_proj, attention.o_proj, ffn.gate, ffn.shared.gate_up, ffn.shared.down]
+        if attention.indexer is not None:
+            held += [attention.indexer.wq_b, attention.indexer.key_and_heads]
+        dense += sum(ops._held(weight).nbytes for weight in held) + attention.key_up.nbytes + attention.value_up.nbytes
+    experts = 0
+    for layer, chosen in zip(share.layers, share.choices(rows, clustered), strict=True):
+        assert isinstance(layer.ffn, MoeWeights) and isinstance(layer.ffn.experts, Exl3Experts)
+        distinct = chosen.unique().cpu().long()
+        experts += int(layer.ffn.experts.half_bits[:, distinct].sum()) * config.hidden_size * WIDTH // 16
+    size = row_bytes(KvFormat.FP8, config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim)
+    listed = rows * min(context, config.index_topk) * (size.latent + size.rotary) * LAYERS
+    keys = context * size.index
+    moved = {"dense": dense, "experts": experts, "cached rows": listed, "index keys": keys}
+    limit = (dense + listed + keys) / HBM + experts / min(HBM, EXL3)
+    figures = {name: round(nbytes / LAYERS / 1e6, 2) for name, nbytes in moved.items()}
+    return {**figures, "limit_us": round(limit / LAYERS * 1e6, 1)}
+
+
+def expert_ratios(share: Share, rows: int, us: float, clustered: bool) -> dict[str, float]:
+    """The share of two limits that the routed experts reach."""
+    nbytes = must_move(share, rows, 8192, clustered)["experts"] * 1e6
+    limits = {"of reading them": HBM, "of decoding them": EXL3}
+    return {name: round(nbytes / rate * 1e6 / us, 2) for name, rate in limits.items()}
 
 
 def main(result: Path) -> None:
     share = Share.random(512_000)
     properties = torch.cuda.get_device_properties(DEVICE)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     report: dict[str, object] = {
         "hardware": f"{properties.name}, {properties.multi_processor_count} multiprocessors",
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "commit": commit or "unknown",
         "what": __doc__,
         "gates": GATES,
     }
@@ -233,29 +323,31 @@ def main(result: Path) -> None:
         result.write_text(json.dumps(report, indent=1) + "\n")
         print(section, key, value, flush=True)
 
-    for rows in (1, 2, 4, 8, 16):
-        experts, routing = (graph_us(share.runner(rows, 8192, part)) / LAYERS for part in ("experts", "routing"))
-        keep("experts_us", str(rows), round(experts - routing, 1))
-    experts_us = report["experts_us"]
-    assert isinstance(experts_us, dict)
-    keep("ratios", "experts", expert_ratios(experts_us))
-    for context in (8192, 102_400, 512_000):
-        for rows in (1, 2, 4, 8, 16) if context == 8192 else (1, 4, 8):
-            four = graph_us(share.runner(rows, context))
-            shared = graph_us(share.runner(rows, context, "shared")) / (LAYERS - 1)
-            full = four - shared * (LAYERS - 1)
-            mean = {"mean": round(four / LAYERS, 1), "shared": round(shared, 1), "with indexer": round(full, 1)}
-            keep("layer_us", f"R={rows} T={context}", mean)
-    for rows in (2048,):
+    for clustered in (False, True):
+        kind = "clustered " if clustered else ""
+        for rows in WINDOWS[1 if clustered else 0 :]:
+            parts = ("experts", "routing")
+            both, routing = (graph_us(share.runner(rows, 8192, part, clustered)) / LAYERS for part in parts)
+            keep("experts_us", f"{kind}{rows}", round(both - routing, 1))
+            keep("ratios", f"{kind}{rows}", expert_ratios(share, rows, both - routing, clustered))
+        for context in CONTEXTS:
+            for rows in WINDOWS[1 if clustered else 0 :]:
+                four = graph_us(share.runner(rows, context, clustered=clustered))
+                shared = graph_us(share.runner(rows, context, "shared", clustered)) / (LAYERS - 1)
+                full, moved = four - shared * (LAYERS - 1), must_move(share, rows, context, clustered)
+                mean = {"mean": round(four / LAYERS, 1), "shared": round(shared, 1), "with indexer": round(full, 1)}
+                keep("layer_us", f"{kind}R={rows} T={context}", mean)
+                reached = round(moved["limit_us"] * LAYERS / four, 2)
+                keep("moved_MB", f"{kind}R={rows} T={context}", {**moved, "limit reached": reached})
+    for rows in CHUNKS:
         keep("prompt_ms", str(rows), round(graph_us(share.runner(rows, 8192), 5) / LAYERS / 1e3, 2))
-        experts, routing = (graph_us(share.runner(rows, 8192, part), 5) / LAYERS for part in ("experts", "routing"))
-        keep("prompt_experts_ms", str(rows), round((experts - routing) / 1e3, 2))
+        both, routing = (graph_us(share.runner(rows, 8192, part), 5) / LAYERS for part in ("experts", "routing"))
+        keep("prompt_experts_ms", str(rows), round((both - routing) / 1e3, 2))
     for rows in (1, 8, 2048):
-        keep("kernels_us", f"R={rows} T=8192", by_kernel(share.runner(rows, 8192)))
-    kernels = report["kernels_us"]
-    assert isinstance(kernels, dict)
-    launches = {window: sum(k["launches"] for k in times.values()) for window, times in kernels.items()}
-    keep("launches_per_layer", "mean", launches)
+        kernels = by_kernel(share.runner(rows, 8192))
+        keep("kernels_us", f"R={rows} T=8192", kernels)
+        keep("families_us", f"R={rows} T=8192", by_family(kernels))
+        keep("launches_per_layer", f"R={rows} T=8192", sum(k["launches"] for k in kernels.values()))
 
 
 if __name__ == "__main__":

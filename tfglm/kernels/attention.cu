@@ -24,7 +24,7 @@
 //! variant: KV=0 LATENT=48 ROTARY=16 HEAD_TILES=1
 //! variant: KV=2 LATENT=48 ROTARY=16 HEAD_TILES=1
 //! variant: KV=3 LATENT=48 ROTARY=16 HEAD_TILES=1
-//! spills 32
+//! spills 40
 #include "narrow.cuh"
 
 #ifndef KV
@@ -296,38 +296,40 @@ __device__ __forceinline__ void unpack(const Incoming& in, u8* tile) {
 
 // scores^T of 16 keys and up to 16 heads over this warp's quarter of the columns.
 __device__ __forceinline__ void score_tile(Shared& shared, const u8* tile, const Query& query, int warp, int lane) {
+    constexpr int STEPS = LATENT_PER_QUARTER + ROTARY_PER_QUARTER, AHEAD = KV == 3 ? 1 : 2;
+    constexpr bool WHOLE = LATENT_STEPS % QUARTERS == 0 && ROTARY_STEPS % QUARTERS == 0;
     const Place place = place_of(warp);
-    const int quarter = place.quarter, key0 = place.key;
+    const int latent0 = place.quarter * LATENT_PER_QUARTER, rotary0 = place.quarter * ROTARY_PER_QUARTER, key0 = place.key;
     // ldmatrix: matrix i = lane / 8 covers keys (i % 2) * 8.. and columns (i / 2) * 8..
     const u8* row = tile + (key0 + lane / 8 % 2 * 8 + lane % 8) * KEY_STRIDE + lane / 16 * 16;
+    const u8* first_latent = row + latent0 * 32;
+    const u8* first_rotary = row + LATENT * 2 + rotary0 * 32;
+    const auto has = [&](int s) {
+        return WHOLE || (s < LATENT_PER_QUARTER ? latent0 + s < LATENT_STEPS : rotary0 + s - LATENT_PER_QUARTER < ROTARY_STEPS);
+    };
+    u32 a[AHEAD + 1][4];
+    const auto load = [&](int s) {
+        if (has(s)) ldmatrix_x4(a[s % (AHEAD + 1)], s < LATENT_PER_QUARTER ? first_latent + s * 32 : first_rotary + (s - LATENT_PER_QUARTER) * 32);
+    };
     float acc[SCORE_TILES][4] = {};
-    u32 a[4];
 #pragma unroll
-    for (int s = 0; s < LATENT_PER_QUARTER; s++) {
-        const int step = quarter * LATENT_PER_QUARTER + s;
-        if (step < LATENT_STEPS) {
-            ldmatrix_x4(a, row + step * 32);
+    for (int s = 0; s < AHEAD && s < STEPS; s++) load(s);
 #pragma unroll
-            for (int j = 0; j < SCORE_TILES; j++)
-                if (place.tile + j < HEAD_TILES) mma_bf16(acc[j], a, query.latent[s][j]);
-        }
-    }
-#pragma unroll
-    for (int s = 0; s < ROTARY_PER_QUARTER; s++) {
-        const int step = quarter * ROTARY_PER_QUARTER + s;
-        if (step < ROTARY_STEPS) {
-            ldmatrix_x4(a, row + LATENT * 2 + step * 32);
+    for (int s = 0; s < STEPS; s++) {
+        if (s + AHEAD < STEPS) load(s + AHEAD);
+        if (has(s))
 #pragma unroll
             for (int j = 0; j < SCORE_TILES; j++)
-                if (place.tile + j < HEAD_TILES) mma_bf16(acc[j], a, query.rotary[s][j]);
-        }
+                if (place.tile + j < HEAD_TILES)
+                    mma_bf16(acc[j], a[s % (AHEAD + 1)],
+                             s < LATENT_PER_QUARTER ? query.latent[s][j] : query.rotary[s - LATENT_PER_QUARTER][j]);
     }
 #pragma unroll
     for (int j = 0; j < SCORE_TILES; j++)
         if (place.tile + j < HEAD_TILES)
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                shared.scores[quarter][(place.tile + j) * 8 + lane % 4 * 2 + i % 2][key0 + lane / 4 + i / 2 * 8] = acc[j][i];
+                shared.scores[place.quarter][(place.tile + j) * 8 + lane % 4 * 2 + i % 2][key0 + lane / 4 + i / 2 * 8] = acc[j][i];
 }
 
 // Scores to weights relative to the chunk's greatest score so far. scale includes log2(e). valid: keys of the tile in the list.
@@ -346,8 +348,8 @@ __device__ __forceinline__ void soften_tile(Shared& shared, Running& running, fl
     float most = fmaxf(running.most, fmaxf(s.x, s.y));
 #pragma unroll
     for (int step = 8; step > 0; step >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
-    const float old = exp2f(running.most - most);
-    const u32 p = bf16_pair(exp2f(s.x - most), exp2f(s.y - most));
+    const float old = power_of_two(running.most - most);
+    const u32 p = bf16_pair(power_of_two(s.x - most), power_of_two(s.y - most));
     float sum = bf16_low(p) + bf16_high(p);
 #pragma unroll
     for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
@@ -379,19 +381,19 @@ __device__ __forceinline__ void weigh_tile(const Shared& shared, const u8* tile,
         }
     }
     // Transposing ldmatrix: matrix i covers keys (i / 2) * 8.. and latent values (i % 2) * 8..
-    const u8* row = tile + (lane / 16 * 8 + lane % 8) * KEY_STRIDE + lane / 8 % 2 * 16;
+    const u8* row = tile + (lane / 16 * 8 + lane % 8) * KEY_STRIDE + lane / 8 % 2 * 16 + warp * OUT_TILES * 32;
+    const auto has = [&](int m) { return LATENT_STEPS == OUT_TILES * WARPS || warp * OUT_TILES + m < LATENT_STEPS; };
+    u32 v[2][4];
+    const auto load = [&](int n) {
+        if (has(n / 2)) ldmatrix_x4_trans(v[n % 2], row + n % 2 * 16 * KEY_STRIDE + n / 2 * 32);
+    };
+    load(0);
 #pragma unroll
-    for (int m = 0; m < OUT_TILES; m++) {
-        const int at = warp * OUT_TILES + m;
-        if (at < LATENT_STEPS) {
+    for (int n = 0; n < 2 * OUT_TILES; n++) {
+        if (n + 1 < 2 * OUT_TILES) load(n + 1);
+        if (has(n / 2))
 #pragma unroll
-            for (int s = 0; s < 2; s++) {
-                u32 v[4];
-                ldmatrix_x4_trans(v, row + s * 16 * KEY_STRIDE + at * 32);
-#pragma unroll
-                for (int j = 0; j < HEAD_TILES; j++) mma_bf16(out[m][j], v, p[j][s]);
-            }
-        }
+            for (int j = 0; j < HEAD_TILES; j++) mma_bf16(out[n / 2][j], v[n % 2], p[j][n % 2]);
     }
 }
 
@@ -404,7 +406,7 @@ struct Join {
 
 __device__ __forceinline__ Join join(float& most, float& sum, float chunk_most, float chunk_sum) {
     const float top = fmaxf(most, chunk_most);
-    const Join factors = {exp2f(most - top), exp2f(chunk_most - top)};
+    const Join factors = {power_of_two(most - top), power_of_two(chunk_most - top)};
     sum = __fmaf_rn(chunk_sum, factors.new_factor, __fmul_rn(sum, factors.old_factor));
     most = top;
     return factors;
@@ -446,16 +448,17 @@ __device__ __forceinline__ Query load_query(const Problem& problem, int row, int
                       warp, lane);
 }
 
-// Walks the row's list; `slots` in shared memory holds it. soft(i) follows the softening of tile i, weighed(i) its weighing: after
+// Walks the row's list; `slots` in shared memory holds it. ask() gives the query, once the first keys are under way. soft(i) follows the softening of tile i, weighed(i) its weighing: after
 // the barrier that follows soft(i).
-template <typename Soft, typename Weighed>
-__device__ __forceinline__ void walk(Shared& shared, const Query& query, const Problem& problem, const int* slots, int entries,
+template <typename Ask, typename Soft, typename Weighed>
+__device__ __forceinline__ void walk(Shared& shared, const Ask& ask, const Problem& problem, const int* slots, int entries,
                                      Output& out, Running& running, const Soft& soft, const Weighed& weighed) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (entries + TILE - 1) / TILE;
     Incoming in;
     fetch_packed(in, problem.planes, slots, 0, entries);
     fetch_plain(shared.tile[0], problem.planes, slots, 0, entries);
     cp_async_commit();
+    const Query query = ask();
     unpack(in, shared.tile[0]);
     fetch_packed(in, problem.planes, slots, TILE, entries);
     if (PACKED_KV) {
@@ -521,13 +524,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           Planes{latent_plane, rotary_plane}, slots, list_stride, counts, scale, heads};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int chunk = blockIdx.x, row = blockIdx.y, head0 = blockIdx.z * HEADS;
+    const int* listed = stage_slots(shared, slots + static_cast<long long>(row) * list_stride + chunk * CHUNK,
+                                    min(list_stride - chunk * CHUNK, CHUNK));
     const int entries = min(counts[row] - chunk * CHUNK, CHUNK);
     if (entries <= 0) return;
-    const Query query = load_query(problem, row, head0, warp, lane);
-    const int* listed = stage_slots(shared, slots + static_cast<long long>(row) * list_stride + chunk * CHUNK, entries);
+    const auto ask = [&] { return load_query(problem, row, head0, warp, lane); };
     Output out = {};
     Running running{minus_infinity(), 0.0f};
-    walk(shared, query, problem, listed, entries, out, running, [](int) {}, [](int) {});
+    walk(shared, ask, problem, listed, entries, out, running, [](int) {}, [](int) {});
     const long long at = (static_cast<long long>(row) * gridDim.x + chunk) * heads + head0;
     each_value(out, warp, lane, [&](int head, int value, float x) {
         if (head0 + head < heads) partial[(at + head) * LATENT + value] = x;
@@ -543,31 +547,44 @@ extern "C" __global__ void __launch_bounds__(32)
                  float* log_sums) {
     chain_start();
     constexpr int BATCH = 16;  // chunks asked for together
-    const int head = blockIdx.x, row = blockIdx.y, used = (counts[row] + CHUNK - 1) / CHUNK;
-    const int first_value = (blockIdx.z * 32 + threadIdx.x) * 4;
-    if (first_value >= LATENT) return;
+    const int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x, used = (counts[row] + CHUNK - 1) / CHUNK;
+    const int first_value = (blockIdx.z * 32 + lane) * 4;
+    const bool inside = first_value < LATENT;
     float most = minus_infinity(), sum = 0.0f, value[4] = {};
 #pragma unroll 1
     for (int first = 0; first < used; first += BATCH) {
+        const int here = min(used - first, BATCH);
+        const long long chunk0 = (static_cast<long long>(row) * chunks + first) * heads + head;
         float4 v[BATCH];
-        float2 s[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
-            if (first + i < used) {
-                const long long at = (static_cast<long long>(row) * chunks + first + i) * heads + head;
-                v[i] = *reinterpret_cast<const float4*>(partial + at * LATENT + first_value);
-                s[i] = *reinterpret_cast<const float2*>(state + at * 2);
-            }
+            if (i < here && inside) v[i] = *reinterpret_cast<const float4*>(partial + (chunk0 + i * heads) * LATENT + first_value);
+        // join() of all chunks at once, lane i that of chunk i: what came before it only has to bring its greatest score.
+        float2 own = {minus_infinity(), 0.0f};
+        if (lane < here) own = *reinterpret_cast<const float2*>(state + (chunk0 + lane * heads) * 2);
+        float top = fmaxf(own.x, most);
 #pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (first + i < used) {
-                const Join f = join(most, sum, s[i].x, s[i].y);
-                value[0] = joined(value[0], v[i].x, f.old_factor, f.new_factor);
-                value[1] = joined(value[1], v[i].y, f.old_factor, f.new_factor);
-                value[2] = joined(value[2], v[i].z, f.old_factor, f.new_factor);
-                value[3] = joined(value[3], v[i].w, f.old_factor, f.new_factor);
+        for (int step = 1; step < BATCH; step <<= 1) {
+            const float below = __shfl_up_sync(0xffffffffu, top, step);
+            if (lane >= step) top = fmaxf(top, below);
+        }
+        const float before = __shfl_up_sync(0xffffffffu, top, 1);
+        const float old_factor = power_of_two((lane == 0 ? most : before) - top), new_factor = power_of_two(own.x - top);
+        most = __shfl_sync(0xffffffffu, top, here - 1);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const float old = __shfl_sync(0xffffffffu, old_factor, i), now = __shfl_sync(0xffffffffu, new_factor, i);
+            const float chunk_sum = __shfl_sync(0xffffffffu, own.y, i);
+            if (i < here) {
+                sum = __fmaf_rn(chunk_sum, now, __fmul_rn(sum, old));
+                value[0] = joined(value[0], v[i].x, old, now);
+                value[1] = joined(value[1], v[i].y, old, now);
+                value[2] = joined(value[2], v[i].z, old, now);
+                value[3] = joined(value[3], v[i].w, old, now);
             }
+        }
     }
+    if (!inside) return;
     const long long at = static_cast<long long>(row) * heads + head;
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -588,13 +605,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int row = blockIdx.x, head0 = blockIdx.y * HEADS, entries = counts[row];
     const long long at = static_cast<long long>(row) * heads + head0;
     const int* listed = stage_slots(shared, slots + static_cast<long long>(row) * list_stride, entries);
-    const Query query = load_query(problem, row, head0, warp, lane);
+    const auto ask = [&] { return load_query(problem, row, head0, warp, lane); };
     Output chunk_out = {}, total = {};
     Running chunk{minus_infinity(), 0.0f}, whole = chunk;
     const int head = warp * 2 + lane / 16, tiles = (entries + TILE - 1) / TILE;
     const auto closes = [&](int i) { return (i + 1) % (CHUNK / TILE) == 0 || i + 1 == tiles; };
     walk(
-        shared, query, problem, listed, entries, chunk_out, chunk,
+        shared, ask, problem, listed, entries, chunk_out, chunk,
         [&](int i) {
             if (!closes(i)) return;
             const Join f = join(whole.most, whole.sum, chunk.most, chunk.sum);

@@ -16,7 +16,7 @@
 //! variant: WEIGHT=2
 //! variant: WEIGHT=3
 //! variant: WEIGHT=4
-//! spills 8
+//! spills 24
 #include "weights.cuh"
 
 constexpr int MAX_SLICES = 8;
@@ -89,81 +89,114 @@ constexpr int RING_STAGE = PIECE_BYTES + (GROUPED_SCALES ? 64 : 0);
 #endif
 #endif
 
-// Starts copying the piece at rows n.. and columns k..; zero outside a bf16 matrix.
-__device__ __forceinline__ void fetch_piece(u8* to, const Matrix& w, int n, int k, int lane) {
+// A lane's way along 16 weight rows, piece by piece.
+struct Pieces {
+    const u8* from;
+#if WEIGHT == 0
+    long long four_rows;  // bytes
+    u32 inside;           // bit i: row 4 * i + lane / 8 is one of the matrix
+    int columns_left;     // from this lane's first column on
+#else
+    const u8* scales;
+#endif
+
+    __device__ __forceinline__ Pieces(const Matrix& w, int n, int k, int lane) {
+#if WEIGHT == 0
+        const int row = n + lane / 8, column = k + lane % 8 * 8;
+        from = w.data + (static_cast<long long>(row) * w.columns + column) * 2;
+        four_rows = static_cast<long long>(w.columns) * 8;
+        inside = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) inside |= (row + 4 * i < w.rows ? 1u : 0u) << i;
+        columns_left = w.columns - column;
+#else
+        const long long index = static_cast<long long>(n / 16) * ((w.columns + COLUMNS - 1) / COLUMNS) + k / COLUMNS;
+        from = w.data + index * PIECE_BYTES + lane * 16;
+        scales = reinterpret_cast<const u8*>(w.scales) + index * 64 + lane * 16;
+#endif
+    }
+
+    // Starts copying the piece (zero outside a bf16 matrix) to a stage of the ring, and goes on to the next one.
+    __device__ __forceinline__ void fetch(u8* ring, u32 address, int offset, int lane) {
 #if WEIGHT == 0
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int row = i * 4 + lane / 8, column = k + lane % 8 * 8;
-        const bool inside = n + row < w.rows && column < w.columns;
-        cp_async_16(to + swizzled(row, lane % 8),
-                    w.data + (inside ? (static_cast<long long>(n + row) * w.columns + column) * 2 : 0), inside);
-    }
-#else
-    const long long index = static_cast<long long>(n / 16) * ((w.columns + COLUMNS - 1) / COLUMNS) + k / COLUMNS;
-    const u8* piece = w.data + index * PIECE_BYTES;
-#pragma unroll
-    for (int i = 0; i < PIECE_BYTES; i += 512)
-        if (i + 512 <= PIECE_BYTES || i + lane * 16 < PIECE_BYTES) cp_async_16(to + i + lane * 16, piece + i + lane * 16);
-#if WEIGHT >= 2
-    if (lane < 4) cp_async_16(to + PIECE_BYTES + lane * 16, w.scales + index * 16 + lane * 4);
-#endif
-#endif
-}
-
-template <int NT>
-__device__ __forceinline__ void load_activations(Activations (&x)[NT], const u16* const (&rows)[NT], int k, int columns, int t) {
-    const uint4 zero = {0, 0, 0, 0};
-#pragma unroll
-    for (int j = 0; j < NT; j++)
-#pragma unroll
-        for (int part = 0; part < 2; part++) {
-            const int column = k + part * 32 + t * 8;
-            const bool inside = rows[j] != nullptr && column < columns;
-            x[j].part[part] = inside ? *reinterpret_cast<const uint4*>(rows[j] + column) : zero;
+        for (int i = 0; i < 4; i++) {
+            const bool take = (inside >> i & 1u) && columns_left > 0;
+            cp_async_16(ring + offset + swizzled(i * 4 + lane / 8, lane % 8), from + (take ? i * four_rows : 0), take);
         }
-}
+        from += COLUMNS * 2;
+        columns_left -= COLUMNS;
+#else
+#pragma unroll
+        for (int i = 0; i < PIECE_BYTES; i += 512)
+            cp_async_16_if(address + offset + i + lane * 16, from + i, i + 512 <= PIECE_BYTES || i + lane * 16 < PIECE_BYTES);
+        from += PIECE_BYTES;
+#if WEIGHT >= 2
+        cp_async_16_if(address + offset + PIECE_BYTES + lane * 16, scales, lane < 4);
+        scales += 64;
+#endif
+#endif
+    }
+};
 
 // Sums one slice of 16 weight rows from n on. rows[j]: the row of x for column g of tile j, or null. ring: RING stages.
 // CHAINED: nothing but weights may be read before the kernels before this one have ended, so the first of them come early.
 template <int NT, bool CHAINED>
 __device__ __forceinline__ void slice_sum(float (&acc)[NT][4], const Matrix& w, const u16* const (&rows)[NT], int n, int begin,
                                           int end, int lane, u8* ring) {
+    Pieces pieces(w, n, begin, lane);
+    const u32 address = shared_address(ring);
 #pragma unroll
     for (int s = 0; s < RING - 1; s++) {
-        if (begin + s * COLUMNS < end) fetch_piece(ring + s * RING_STAGE, w, n, begin + s * COLUMNS, lane);
+        if (begin + s * COLUMNS < end) pieces.fetch(ring, address, s * RING_STAGE, lane);
         cp_async_commit();
     }
     if (CHAINED) grid_wait();
-    Activations next[NT];
-    load_activations<NT>(next, rows, begin, begin < end ? w.columns : 0, lane % 4);
-    int slot = 0;
-#pragma unroll 1
-    for (int k = begin; k < end; k += COLUMNS) {
+    const DecodeConstants constants(w.columns);
+    const u16* at[NT];
+#pragma unroll
+    for (int j = 0; j < NT; j++) at[j] = rows[j] + begin + lane % 4 * 8;
+    const auto load = [&](Activations(&x)[NT], int k) {
+        const uint4 zero = {0, 0, 0, 0};
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                const bool inside = rows[j] != nullptr && (WEIGHT != 0 || k + part * 32 + lane % 4 * 8 < w.columns);
+                x[j].part[part] = inside ? *reinterpret_cast<const uint4*>(at[j] + part * 32) : zero;
+            }
+            at[j] += COLUMNS;
+        }
+    };
+    int read = 0, write = (RING - 1) * RING_STAGE;
+    const auto step = [&](const Activations(&x)[NT], Activations(&next)[NT], int k) {
         cp_async_wait<RING - 2>();
         __syncwarp();  // the piece has come, and all lanes are done with the stage that is filled next
-        if (const int ahead = k + (RING - 1) * COLUMNS; ahead < end)
-            fetch_piece(ring + (slot == 0 ? RING - 1 : slot - 1) * RING_STAGE, w, n, ahead, lane);
+        if (k + (RING - 1) * COLUMNS < end) pieces.fetch(ring, address, write, lane);
         cp_async_commit();
-        Activations x[NT];
-#pragma unroll
-        for (int j = 0; j < NT; j++) x[j] = next[j];
-        if (k + COLUMNS < end) load_activations<NT>(next, rows, k + COLUMNS, w.columns, lane % 4);
-        const u8* stage = ring + slot * RING_STAGE;
-        const RawPiece raw = shared_piece(stage, stage + PIECE_BYTES, 0, lane);
+        if (k + COLUMNS < end) load(next, k + COLUMNS);
+        const RawPiece raw = shared_piece(ring + read, ring + read + PIECE_BYTES, 0, lane);
+        write = read;
+        read = read == (RING - 1) * RING_STAGE ? 0 : read + RING_STAGE;
 #pragma unroll
         for (int part = 0; part < 2; part++) {
-            const Fragments a = fragments_of(raw, part);
+            const Fragments a = fragments_of(raw, part, constants);
 #pragma unroll
-            for (int step = 0; step < 2; step++)
+            for (int s = 0; s < 2; s++)
 #pragma unroll
                 for (int j = 0; j < NT; j++) {
                     u32 b[2];
-                    step_operand(b, x[j].part[part], step);
-                    mma_bf16(acc[j], a.matrix[step], b);
+                    step_operand(b, x[j].part[part], s);
+                    mma_bf16(acc[j], a.matrix[s], b);
                 }
         }
-        slot = slot == RING - 1 ? 0 : slot + 1;
+    };
+    Activations x[2][NT];
+    if (begin < end) load(x[0], begin);
+#pragma unroll 1
+    for (int k = begin; k < end; k += 2 * COLUMNS) {
+        step(x[0], x[1], k);
+        if (k + COLUMNS < end) step(x[1], x[0], k + COLUMNS);
     }
     cp_async_wait<0>();
 }
@@ -366,6 +399,7 @@ __device__ __forceinline__ void prompt(const u16* x, int ldx, Matrix w, void* ou
         cp_async_commit();
     }
     float acc[2][NT][4] = {}, total[2][NT][4] = {};
+    const DecodeConstants constants(w.columns);
     int slot = 0;
 #pragma unroll 1
     for (int step = 0, in_slice = 0; step < steps; step++) {
@@ -383,7 +417,7 @@ __device__ __forceinline__ void prompt(const u16* x, int ldx, Matrix w, void* ou
         for (int part = 0; part < 2; part++) {
             Fragments a[2];
 #pragma unroll
-            for (int m = 0; m < 2; m++) a[m] = fragments_of(raw[m], part);
+            for (int m = 0; m < 2; m++) a[m] = fragments_of(raw[m], part, constants);
 #pragma unroll
             for (int j = 0; j < NT; j++) {
                 const uint4 b = *reinterpret_cast<const uint4*>(here.x() + swizzled(warp_r * WARP_R + j * 8 + g, part * 4 + t));

@@ -57,6 +57,13 @@ __device__ __forceinline__ void cp_async_16(void* to, const void* from, bool tak
                  : "memory");
 }
 
+// The same to a shared address; where `take` is false nothing happens.
+__device__ __forceinline__ void cp_async_16_if(u32 to, const void* from, bool take = true) {
+    asm volatile("{.reg .pred take; setp.ne.u32 take, %2, 0; @take cp.async.cg.shared.global [%0], [%1], 16;}" ::"r"(to), "l"(from),
+                 "r"(static_cast<u32>(take))
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `pending` of this thread's newest groups are unfinished.
@@ -121,6 +128,15 @@ __device__ __forceinline__ uint4 load_once(const void* p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p));
     return v;
+}
+
+// ---- numbers
+
+// 2^x; what is below 2^-126 becomes zero.
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 // ---- reductions in a fixed order

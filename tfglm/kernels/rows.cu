@@ -95,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // sum [R, width] = x + branch, and out = rms_norm(sum). branch is bfloat16, or float32 to be rounded first; a second float32 or
-// bfloat16 part may be added to it before. sum may be x. A thread has eight values: block = width / 8 rounded up to warps, at most 1024.
-extern "C" __global__ void __launch_bounds__(1024)
+// bfloat16 part may be added to it before. sum may be x. A thread has eight values: block = width / 8 rounded up to warps, at most 768.
+extern "C" __global__ void __launch_bounds__(768, 2)
     add_rms_norm(const u16* x, const void* branch, int branch_is_float, const void* more, int more_is_float, const float* weight,
                  u16* sum, u16* out, int width, float eps) {
     grid_release();

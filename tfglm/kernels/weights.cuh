@@ -76,7 +76,14 @@ __device__ __forceinline__ u32 byte_codes(u32 pair, u32 scale2, u32 bias2) {
 }
 #endif
 
-__device__ __forceinline__ Fragments fragments_of(const RawPiece& raw, int part) {
+// Masks in registers: an instruction takes one constant, and the compiler would bring a second one anew each time. `positive` is any
+// number that it cannot know to be positive.
+struct DecodeConstants {
+    u32 nibbles;
+    __device__ __forceinline__ explicit DecodeConstants(int positive) : nibbles(0x000f000fu + (static_cast<u32>(positive) >> 31)) {}
+};
+
+__device__ __forceinline__ Fragments fragments_of(const RawPiece& raw, int part, const DecodeConstants& constants) {
     Fragments f;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -91,7 +98,7 @@ __device__ __forceinline__ Fragments fragments_of(const RawPiece& raw, int part)
         const u32 scale2 = both_halves(raw.scale[half]), bias2 = both_highs(raw.scale[half]);
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) {
-            u32 codes = (word >> (4 * pair)) & 0x000f000fu;
+            u32 codes = (word >> (4 * pair)) & constants.nibbles;
 #if WEIGHT == 3
             const u32 high = half ? raw.high.y : raw.high.x;
             codes |= ((high >> (2 * (4 * part + pair))) & 0x00030003u) << 4;

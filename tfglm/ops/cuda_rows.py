@@ -11,7 +11,7 @@ from tfglm.ops.base import Rope
 from tfglm.ops.cuda_launch import chained
 
 _THREADS = 256
-_WIDEST_NORM = 8 * 1024
+_WIDEST_NORM = 8 * 768
 
 
 def _kernel(name: str) -> Callable[..., None]:
@@ -55,7 +55,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """total = x + bf16(branch + more), which may be x itself, and out its norm. Branches are bfloat16 or float32."""
     width = x.shape[1]
-    assert width <= _WIDEST_NORM and width % 8 == 0, f"rows of {width} values; the kernel takes 8 a thread of 1024"
+    assert width <= _WIDEST_NORM and width % 8 == 0, f"rows of {width} values; the kernel takes 8 a thread of 768"
     parts = (branch, _is_float(branch), more, _is_float(more))
     threads = -(-width // 256) * 32
     _kernel("add_rms_norm")((x.shape[0],), threads, (x, *parts, weight, total, out, width, eps))
