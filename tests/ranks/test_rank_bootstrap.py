@@ -36,7 +36,7 @@ class Meeting:
         self._threads: list[threading.Thread] = []
         self._lead_options = {"limit_s": 20.0, "timing": TIMING, "progress": self.lines.append, **lead_options}
 
-    def _start(self, name: object, call: Callable[[], Control]) -> None:
+    def start(self, name: object, call: Callable[[], Control]) -> None:
         def run() -> None:
             try:
                 self.results[name] = call()
@@ -48,17 +48,17 @@ class Meeting:
         self._threads.append(thread)
 
     def lead(self, facts: dict = FACTS) -> None:
-        self._start(0, lambda: lead(self.listener, self.ranks, facts, **self._lead_options))
+        self.start(0, lambda: lead(self.listener, self.ranks, facts, **self._lead_options))
 
     def join(self, rank: int, facts: dict = FACTS, name: object = None, ranks: int | None = None) -> None:
         name = rank if name is None else name
         options = {"limit_s": 20.0, "timing": TIMING, "progress": self.lines.append}
-        self._start(name, lambda: join(self.address, rank, ranks or self.ranks, facts, **options))
+        self.start(name, lambda: join(self.address, rank, ranks or self.ranks, facts, **options))
 
     def wait_until_joined(self) -> None:
         """A follower says that it waits for the others with its first line of progress."""
         deadline = time.monotonic() + 10
-        while not any(line.startswith("joined rank 0") for line in self.lines) and time.monotonic() < deadline:
+        while not any("the other ranks have not come" in line for line in self.lines) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def wait_for(self, *names: object) -> Control | Exception:
@@ -178,7 +178,7 @@ def test_a_rank_that_never_comes(meet: Callable[..., Meeting], monkeypatch: pyte
         assert isinstance(results[rank], RankNeverCame), results[rank]
         assert results[rank].message == "rank 2 has not joined after 2 s: expected 10.0.23.2"
     assert "rank 2 has not joined after 1 s: expected 10.0.23.2" in meeting.lines
-    assert any(line.startswith("joined rank 0 at 127.0.0.1") for line in meeting.lines)
+    assert any(line.startswith("connected to rank 0 at 127.0.0.1") for line in meeting.lines)
 
 
 def test_rank_0_never_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +188,18 @@ def test_rank_0_never_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankNeverCame, match=rf"rank 0 cannot be reached at 127\.0\.0\.1:{port} after .*refused"):
         join(("127.0.0.1", port), 1, 2, FACTS, limit_s=1.2, progress=lines.append)
     assert lines
+
+
+def test_rank_0_is_busy_behind_its_open_door(meet: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens before it looks at connections; that takes longer than a lost beat does."""
+    monkeypatch.setattr("tfglm.ranks.bootstrap.PROGRESS_S", 0.2)
+    meeting = meet(2, timing=Timing(beat_s=0.05, lost_s=0.3))
+    options = {"limit_s": 20.0, "timing": Timing(beat_s=0.05, lost_s=0.3), "progress": meeting.lines.append}
+    meeting.start(1, lambda: join(meeting.address, 1, 2, FACTS, **options))
+    time.sleep(1.0)
+    assert any("it has not answered after" in line for line in meeting.lines)
+    meeting.lead()
+    assert all_met(meeting), meeting.results
 
 
 def test_two_processes_claim_one_rank(meet: Callable[..., Meeting]) -> None:

@@ -1,8 +1,8 @@
 """One rank without a model, as a process of its own: it sums what rank 0 tells it to, and says what happens to it.
 
-A plan: rank, ranks, port, host, source, facts, expected, wire, phase, stand ({rank: seconds}: so long in the fourth
-sum), load ({rank: seconds}: so long before it is ready), limit_s, lost_s, step_s, settings, device, network (the
-path of a network namespace). Phases: "busy" sums without end, "idle" sums three times and then waits, "done" sums three times
+A plan: rank, ranks, port, host, source, facts, expected, wire, device, phase, stand ({rank: seconds}: so long in the
+fourth sum), load ({rank: seconds}: so long before it is ready), limit_s, lost_s, step_s, settings, network (the path of
+a network namespace). Phases: "busy" sums without end, "idle" sums three times and then waits, "done" sums three times
 and ends, "captured" does so in a CUDA graph.
 """
 

@@ -300,6 +300,7 @@ def _await_welcome(
     """What rank 0 has sent after its welcome."""
     where = address_text(leader)
     told = began
+    answered = False  # until then rank 0 may have its door open and be busy inside
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ)
         while True:
@@ -310,18 +311,21 @@ def _await_welcome(
             except (EOFError, OSError) as error:
                 what = "closed its connection: it has ended, or has all the ranks it waits for"
                 raise RanksError(f"rank 0 ({where}) {what}") from error
+            answered = answered or bool(frames)
             for at, frame in enumerate(frames):
                 if frame.kind == "welcome":
                     return frames[at + 1 :]
                 if frame.kind == "failed":
                     raise error_of(frame)
             now = time.monotonic()
-            if now - link.heard > timing.lost_s:
+            if answered and now - link.heard > timing.lost_s:
                 raise RanksError(f"rank 0 ({where}) has not been heard of for {now - link.heard:.1f} s")
             # Rank 0 keeps the limit; a follower that has dialled late must not give up before it.
             if now - began > limit_s + timing.lost_s + PROGRESS_S:
-                raise RankNeverCame(f"the other ranks have not joined rank 0 ({where}) after {now - began:.0f} s")
+                what = "has not had all ranks join" if answered else "has not answered"
+                raise RankNeverCame(f"rank 0 ({where}) {what} after {now - began:.0f} s")
             if now - told >= PROGRESS_S:
                 told = now
-                progress(f"joined rank 0 at {where}; the other ranks have not come after {now - began:.0f} s")
+                what = "the other ranks have not come" if answered else "it has not answered"
+                progress(f"connected to rank 0 at {where}; {what} after {now - began:.0f} s")
             link.beat({})
