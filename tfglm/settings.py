@@ -189,7 +189,11 @@ class Settings:
         "bf16", "format of lm_head on a GPU", choices=("bf16", "fp8", "q8", "q6", "q4"), commands=_BOTH
     )
     graphs_gib: float = _setting(
-        0.0, "memory in GiB of captured decode windows on a GPU", low=0, high=64, commands=_PLAN
+        0.0,
+        "memory in GiB of captured decode windows on a GPU; serve counts them itself",
+        low=0,
+        high=64,
+        commands=_PLAN,
     )
     available_gib: float = _setting(
         0.0, "memory in GiB that every rank has; 0 takes what this machine has now", low=0, high=4096, commands=_PLAN

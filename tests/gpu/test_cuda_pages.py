@@ -1,5 +1,7 @@
 """Pages of the cache on their way to a disk: the very bytes, and no round waits for them."""
 
+import threading
+
 import pytest
 import torch
 
@@ -32,14 +34,37 @@ def test_a_page_comes_back_as_it_was(device: torch.device) -> None:
     assert pages.read(1) == data and pages.read(2) != data
 
 
-def test_a_page_is_read_while_a_round_runs(device: torch.device) -> None:
+def test_a_page_is_read_once_its_rows_are_there(device: torch.device) -> None:
+    """Its rows may still be queued behind other work when it is asked for."""
     planes = layers(device)
     pages = Pages(planes)
-    want = pages.read(4)
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
+    for layer in planes:
+        layer.latent[4].fill_(7)
+        layer.rope[4].fill_(9)
     found = pages.read(4)
-    busy = not torch.cuda.current_stream(device).query()
+    assert found == b"".join(
+        plane[4].cpu().numpy().tobytes()
+        for layer in planes
+        for plane in (layer.latent, layer.rope, layer.index)
+        if plane is not None
+    )
+    assert found.startswith(b"\7" * PAGE * 528 + b"\t" * PAGE * 64)
+
+
+def test_a_round_does_not_wait_for_the_copies(device: torch.device) -> None:
+    """Work that is launched while a page is being copied ends before the copy does."""
+    pages = Pages(layers(device))
     torch.cuda.synchronize()
-    assert found == want
-    assert busy, "the copy waited for what ran before it"
+    assert pages._stream is not None
+    with torch.cuda.stream(pages._stream):
+        torch.cuda._sleep(CYCLES)  # a copy that takes a second
+    reader = threading.Thread(target=pages.read, args=(2,))
+    reader.start()
+    done = torch.cuda.Event()
+    torch.ones(1, device=device).add_(1)
+    done.record()
+    done.synchronize()
+    assert reader.is_alive() and not pages._stream.query()
+    reader.join(30)

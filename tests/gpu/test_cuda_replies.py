@@ -49,7 +49,7 @@ def replies(
     model: Glm53, checkpoint: Checkpoint, asked: Sequence[GenerationRequest], *, kept_pages: int = 0, chunk: int = 100
 ) -> tuple[list[list[int]], list[int]]:
     """Tokens of each reply, and how many of each prompt were resumed; one after another where pages are kept."""
-    settings = Settings(prefill_rows=chunk, device="cuda")
+    settings = Settings(prefill_rows=chunk, device="cuda", max_queued=len(asked))
     states = prompt_states(checkpoint.path, model, kept_pages, settings)
     engine = Engine(model, Tokenizer.from_folder(checkpoint.path), settings, [0], states=states)
     engine.start()

@@ -89,6 +89,18 @@ def test_published_total_of_the_default_mode(full: Inventory) -> None:
     assert rank.need / GIB == pytest.approx(104.2 - 0.3, rel=0.01)
 
 
+def test_windows_that_a_gpu_captures(full: Inventory) -> None:
+    """1 to 16 rows at six contexts took 720 MiB on an H200; without drafts no more rows than requests."""
+    on_gpu = {"device": "cuda", "graphs_gib": 0.0, "context": 131072, "cp": False}
+    graphs = planned(full, **on_gpu).ranks[0].graphs
+    assert 720 * 2**20 < graphs < 1.2 * 720 * 2**20
+    alone = planned(full, **on_gpu, drafter="none", copy=False).ranks[0].graphs
+    assert alone < graphs / 2
+    assert planned(full, **{**on_gpu, "context": 4096}, drafter="none", copy=False).ranks[0].graphs < alone
+    assert planned(full, **on_gpu | {"device": "cpu"}).ranks[0].graphs == 0
+    assert planned(full, **on_gpu | {"graphs_gib": 2.0}).ranks[0].graphs == 2 * GIB
+
+
 def test_larger_chunks_cost_what_was_published(full: Inventory) -> None:
     buffers = [planned(full, prefill_rows=rows).ranks[0].buffers / GIB for rows in (2048, 3072)]
     assert buffers[0] == pytest.approx(2.3, abs=0.05)

@@ -30,8 +30,8 @@ CLOSE_LIMIT_S = 30.0
 class Pages:
     """A page of the cache as bytes: every layer's rows of it, latent, rotary and index.
 
-    On a GPU `read` copies on a stream of its own, beside whatever runs: it takes nothing from a round but bandwidth.
-    What it reads must be finished, as every row is when the forward pass that made it returns; one thread at a time.
+    On a GPU `read` copies on a stream of its own: it waits for what was launched before it, and nothing that is
+    launched after it waits for its copies. One thread at a time.
     """
 
     def __init__(self, layers: Sequence[LayerPlanes]) -> None:
@@ -50,6 +50,7 @@ class Pages:
         if self._stream is None:
             self._copy(page, whole)
             return data
+        self._stream.wait_stream(torch.cuda.default_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._copy(page, self._pinned)
         self._stream.synchronize()

@@ -19,7 +19,8 @@ Planned = Inventory | FlashInventory
 @dataclass(frozen=True)
 class Demand:
     """Of each rank: weights, the drafter beside them, what a request holds whatever its length. per_token: bytes that a
-    token's rows take on a rank that caches it. gathered: of those, latent and rotary of one layer."""
+    token's rows take on a rank that caches it. gathered: of those, latent and rotary of one layer. layers: of the
+    model, and its MTP layer if that drafts."""
 
     weights: tuple[WeightBytes, ...]
     drafter: tuple[int, ...]
@@ -29,6 +30,7 @@ class Demand:
     longest: int
     vocab_size: int
     hidden_size: int
+    layers: int
 
 
 def demand_of(inventory: Planned, settings: Settings) -> Demand:
@@ -48,6 +50,7 @@ def demand_of(inventory: Planned, settings: Settings) -> Demand:
         longest=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
+        layers=config.num_hidden_layers + (kind == "mtp"),
     )
 
 
@@ -74,4 +77,5 @@ def _flash(inventory: FlashInventory, settings: Settings) -> Demand:
         longest=config.max_position_embeddings,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
+        layers=config.num_hidden_layers + (kind == "mtp"),
     )

@@ -32,6 +32,13 @@ _STAGED = 3
 """Matrices beside the weights while a checkpoint is loaded, of the largest size."""
 _EXCHANGE_BYTES = 512 * 1024
 """Of one slot of a small exchange; each rank has two slots a peer and two of its own."""
+_GRAPH_BYTES = 72 * 1024
+"""Of one layer in one captured window, beside scratch: 96 windows of 78 layers took 610 MiB on an H200, and as many of
+their MTP layer 110."""
+_GRAPH_SCRATCH = 256 << 20
+"""That all captured windows share."""
+_LEAST_CONTEXT_BITS = 12
+"""The smallest context that windows are captured for is 4,096 tokens."""
 _INDEXED = 160
 """Bytes a token of a copy index: 75 MB were measured for a text of 500,000."""
 
@@ -241,12 +248,22 @@ class _Planner:
             copies=self._copies(context) if rank == 0 else 0,
             buffers=self._buffers(),
             exchanges=self._exchanges(context),
-            graphs=round(settings.graphs_gib * GIB),
+            graphs=self._graphs(context),
             kept=self.kept_pages * PAGE * self.per_token,
             disk=IN_MEMORY * PAGE * self.per_token if settings.disk_cache else 0,
             overhead=round(settings.overhead_gib * GIB),
             available=self._available[rank],
         )
+
+    def _graphs(self, context: int) -> int:
+        """Decode windows of every number of rows at every power of two of context: what a server on a GPU captures."""
+        settings = self._settings
+        if settings.graphs_gib or settings.device != "cuda":
+            return round(settings.graphs_gib * GIB)
+        drafts = settings.copy or settings.drafter != "none"
+        rows = _WINDOW_ROWS if drafts else settings.parallel
+        contexts = max(1, (context - 1).bit_length() - _LEAST_CONTEXT_BITS + 1)
+        return rows * contexts * self._demand.layers * _GRAPH_BYTES + _GRAPH_SCRATCH
 
     def _copies(self, context: int) -> int:
         settings = self._settings
