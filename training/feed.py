@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import deque
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -39,15 +41,28 @@ class Place:
     row: int = 0
 
 
+class _Here(Executor):
+    """Makes a block when it is asked for, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 class Feed:
-    """Rows of mixtures, in order, from `workers` processes that stay `ahead` blocks ahead."""
+    """Rows of mixtures, in order, from `workers` processes that stay `ahead` blocks ahead; 0 workers: from this one."""
 
     def __init__(self, tokenizer_json: str, seed: int, workers: int, ahead: int = 24) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._pool = ProcessPoolExecutor(
-            workers, multiprocessing.get_context("spawn"), initializer=_start, initargs=(tokenizer_json,)
-        )
-        self._seed, self._ahead = seed, ahead
+        self._pool: Executor
+        if workers:
+            spawned = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(workers, spawned, initializer=_start, initargs=(tokenizer_json,))
+        else:
+            _start(tokenizer_json)
+            self._pool = _Here()
+        self._seed, self._ahead = seed, ahead if workers else 1
         self.places: dict[str, Place] = {}
         self._waiting: dict[str, deque[Future[tuple[Tokens, Weights]]]] = {}
         self._block: dict[str, tuple[Tokens, Weights]] = {}

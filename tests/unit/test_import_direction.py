@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2] / "tfglm"
 
 # Lowest first. A package may import packages of a lower level, or itself.
 LEVELS = [
-    {"errors", "__init__"},
+    {"errors", "bundled", "__init__"},
     {"settings"},
     {"formats", "layout", "checkpoint", "hosts"},
     {"ops", "cache", "kernels"},
