@@ -18,6 +18,8 @@ from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.errors import RanksError
 from tfglm.formats.exl3_code import MARKERS
 from tfglm.layout import Layout, Placement, Share
+from tfglm.memory.inventory import Inventory
+from tfglm.memory.weights import weight_bytes
 from tfglm.models.glm53 import Glm53, load_model
 from tfglm.models.shapes import shapes_of
 from tfglm.models.source import CheckpointSource
@@ -219,6 +221,31 @@ def test_a_rank_reads_its_part(checkpoints: dict[str, Checkpoint]) -> None:
         assert whole.nbytes_read == sum(trunk.values())
         assert sum(read) == pytest.approx(whole.nbytes_read + 2 * (replicated + scales), rel=1e-3)
         assert max(read) < replicated + scales + 0.45 * (whole.nbytes_read - replicated - scales)
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+@pytest.mark.parametrize("name", ["tiny", "exl3"])
+def test_every_rank_holds_what_was_planned(checkpoints: dict[str, Checkpoint], name: str, ranks: int) -> None:
+    checkpoint = checkpoints[name]
+    bits = {linear: packed.bits for linear, packed in checkpoint.linears.items()}
+    layout = Layout.of(checkpoint.config, ranks)
+    planned = weight_bytes(Inventory(name, checkpoint.config, bits), layout, dense="bf16", head="bf16")
+    for rank, plan in enumerate(planned):
+        weights = load_weights(checkpoint.config, CheckpointSource(checkpoint, share=Share(layout, rank)))
+        held = tensor_bytes(weights, set())
+        assert held == pytest.approx(plan.experts + plan.dense + plan.vocabulary, rel=0.01), rank
+
+
+def tensor_bytes(value: object, seen: set[int]) -> int:
+    """Bytes of all tensors that hang on a value, each memory once; without what a module decodes in time."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        fresh = storage.data_ptr() not in seen
+        seen.add(storage.data_ptr())
+        return storage.nbytes() if fresh else 0
+    if isinstance(value, tuple):
+        return sum(tensor_bytes(item, seen) for item in value)
+    return sum(tensor_bytes(item, seen) for item in vars(value).values()) if hasattr(value, "__dict__") else 0
 
 
 def layer_types(checkpoint: Checkpoint) -> tuple[str, ...]:

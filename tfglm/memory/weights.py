@@ -12,17 +12,15 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from tfglm.checkpoint.names import TensorSpec, layer_prefix
-from tfglm.layout import Family, Layout, Placement, cut_of
+from tfglm.layout import Layout, Placement, Share
 from tfglm.memory.flash import FlashInventory
-from tfglm.memory.inventory import EXPERT, Alike, Inventory
+from tfglm.memory.inventory import Alike, Inventory
 
 DENSE_FORMATS = ("bf16", "fp8", "q8", "q6", "q4")
 _GROUP, _ROWS = 64, 16
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _DENSE = {
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "eh_proj"),
     *("q_proj", "k_proj", "v_proj"),
@@ -45,15 +43,7 @@ class WeightBytes:
 
 def layout_of(inventory: Inventory, ranks: int) -> Layout:
     """The cut of a model over ranks. Raises ConfigError for a number of ranks out of range."""
-    config = inventory.config
-    return Layout(
-        ranks=ranks,
-        heads=config.num_attention_heads,
-        routed_columns=config.moe_intermediate_size,
-        shared_columns=config.moe_intermediate_size * config.n_shared_experts,
-        dense_columns=config.intermediate_size,
-        vocabulary=config.vocab_size,
-    )
+    return Layout.of(inventory.config, ranks)
 
 
 def weight_bytes(inventory: Inventory | FlashInventory, layout: Layout, *, dense: str, head: str) -> list[WeightBytes]:
@@ -91,29 +81,15 @@ def _tensor_bytes(
     if len(spec.shape) == 1:
         return 4 * spec.shape[0], 2 * spec.shape[0]
     linear = tensor.removesuffix(".weight")
-    rows, columns = _share(layout, rank, linear, spec)
+    rows, columns = (part.stop - part.start for part in Share(layout, rank).part(linear, spec.shape))
+    if not rows or not columns:
+        return 0, 0
     if bits is not None:
         packed = math.ceil(rows * columns * bits / 8) + 2 * (rows + columns)
         return packed, packed
     last = linear.rpartition(".")[2]
     held_as = head if last == "lm_head" else dense if last in _DENSE and ".mlp.experts." not in linear else "bf16"
     return matrix_bytes(rows, columns, held_as), 2 * rows * columns
-
-
-def _share(layout: Layout, rank: int, linear: str, spec: TensorSpec) -> tuple[int, int]:
-    """Rows and columns of a matrix [outputs, inputs] that a rank holds."""
-    cut = cut_of(linear)
-    if cut is None:
-        return spec.shape[0], spec.shape[1]
-    family, axis = cut
-    layer, expert = _LAYER.match(linear), EXPERT.search(linear)
-    start, stop = layout.share(
-        family, int(layer.group(1)) if layer else 0, rank, expert=int(expert.group(1)) if expert else 0
-    )
-    unit = spec.shape[axis] // layout.size(family) if family is Family.HEADS else 1
-    shape = [spec.shape[0], spec.shape[1]]
-    shape[axis] = (stop - start) * unit
-    return shape[0], shape[1]
 
 
 def matrix_bytes(rows: int, columns: int, held_as: str) -> int:
