@@ -12,7 +12,7 @@ import pytest
 from tfglm.errors import RankMismatch, RanksError
 from tfglm.ranks.control import Control, Timing, controls_in_process
 from tfglm.ranks.link import Link
-from tfglm.ranks.messages import RANK, Frame, Reader, encode
+from tfglm.ranks.messages import RANK, Array, Frame, Reader, encode
 
 QUICK = Timing(beat_s=0.05, lost_s=0.5, step_s=0.6, gather_s=0.4)
 
@@ -214,6 +214,32 @@ def test_a_follower_that_falls_far_behind_ends_all(three: list[Control], monkeyp
             three[0].announce(number, "x", Frame("work", {"number": number}))
             time.sleep(0.002)
     assert "is 11 messages behind rank 0" in failure_of(three[0]).message
+
+
+def test_a_rank_that_takes_nothing_does_not_hold_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It beats, but does not read; as a rank does whose control thread is stuck."""
+    monkeypatch.setattr("tfglm.ranks.link._STALLED_S", 1)
+    peer = Peer(Timing(beat_s=0.05, lost_s=60.0))
+    try:
+        with pytest.raises(RanksError, match=r"rank 1 \(this process\) cannot be reached"):
+            for number in range(1, 100):
+                data = Array("x", "uint8", (1 << 20,), bytes(1 << 20))
+                peer.control.announce(number, "x", Frame("work", {"number": number}, (data,)))
+    finally:
+        peer.close()
+
+
+def test_a_failing_callback_keeps_nobody_from_ending(three: list[Control]) -> None:
+    told: list[str] = []
+
+    def broken(error: RanksError) -> None:
+        raise ValueError("no")
+
+    three[0].on_failure(broken)
+    three[0].on_failure(lambda error: told.append(error.message))
+    three[0].fail(RanksError("enough"))
+    assert told == ["enough"]
+    assert failure_of(three[1]).message == failure_of(three[2]).message == "enough"
 
 
 def test_an_orderly_stop_is_no_error(three: list[Control]) -> None:

@@ -125,10 +125,17 @@ def test_a_failing_handler_ends_all_ranks(groups: list[RankGroup]) -> None:
         assert error.message == "rank 2 failed at 'forward' (message 1): ValueError: no such page"
 
 
-def test_three_processes_over_gloo(toys: Toys) -> None:
-    ranks = toys.start_ranks(3, wire="gloo", phase="done")
+@pytest.mark.parametrize("wire", ["gloo", "shared"])
+def test_three_processes_sum(toys: Toys, wire: str) -> None:
+    ranks = toys.start_ranks(3, wire=wire, phase="done")
     for toy in ranks:
         toy.wait_end()
         assert toy.exit_code == 0, toy.story()
         sums = [event["value"] for event in toy.events if event["event"] == "sum"]
         assert sums == [6 * 6.0, 6 * 12.0, 6 * 18.0]
+
+
+def test_a_storm_of_gathers_through_shared_memory(toys: Toys) -> None:
+    """Processes that run at once, unlike threads: each must see what the others wrote, and no place too early."""
+    for toy in toys.start_ranks(3, wire="shared", phase="storm"):
+        assert toy.wait_for("storm")["wrong"] == 0

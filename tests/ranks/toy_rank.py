@@ -3,12 +3,13 @@
 A plan: rank, ranks, port, host, source, facts, expected, wire, device, phase, stand ({rank: seconds}: so long in the
 fourth sum), load ({rank: seconds}: so long before it is ready), limit_s, lost_s, step_s, settings, network (the path of
 a network namespace). Phases: "busy" sums without end, "idle" sums three times and then waits, "done" sums three times
-and ends, "captured" does so in a CUDA graph.
+and ends, "captured" does so in a CUDA graph, "storm" gathers thousands of times without a pause and checks every value.
 """
 
 import ctypes
 import logging
 import os
+import random
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -67,6 +68,9 @@ def work(plan: dict, control: Control) -> None:
 
     if plan.get("phase") == "captured":
         captured(group)
+    elif plan.get("phase") == "storm":
+        say("storm", wrong=storm(group))
+        group.meet("the end", 60.0)
     elif rank:
         follow(group, {"add": add})
     else:
@@ -84,6 +88,17 @@ def work(plan: dict, control: Control) -> None:
             control.failure(600.0)
             control.check()
     group.close()
+
+
+def storm(group: RankGroup) -> int:
+    """How many of 3000 gathers brought a value that is not what its rank put in. Places are reused at every size."""
+    generator = random.Random(3)
+    wrong = 0
+    for number in range(3000):
+        size = generator.choice([1, 2, 700, 6144, 40_000])
+        gathered = group.gather(torch.full((size,), 4 * number + group.rank))
+        wrong += any(not bool((part == 4 * number + rank).all()) for rank, part in enumerate(gathered))
+    return wrong
 
 
 def captured(group: RankGroup) -> None:

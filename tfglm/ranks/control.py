@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _ERRORS = {error.__name__: error for error in (RanksError, RankMismatch, RankNeverCame)}
 _MAX_WAITING = 1024  # messages that a follower may lag behind rank 0
 _PROGRESS_S = 5.0
+_TELLING_S = 2.0
 _SLOWEST_BYTES_S = 20e6  # a wire that carries less is no use to anybody
 
 
@@ -119,9 +120,12 @@ class Control:
         call(failure)
 
     def fail(self, error: RanksError) -> None:
-        """End all ranks with this error, unless they have ended. Waits for no other rank."""
+        """End all ranks with this error, unless they have ended. Waits for no other rank; afterwards `check` raises."""
         with self._changed:
-            if self._ending or self._closed:
+            if self._closed:
+                return
+            if self._ending:  # another thread tells the others just now
+                self._changed.wait_for(lambda: self._failure is not None, _TELLING_S)
                 return
             self._ending = True
         log.error("%s", error)
@@ -134,7 +138,10 @@ class Control:
             calls = list(self._on_failure)
             self._changed.notify_all()
         for call in calls:
-            call(error)
+            try:
+                call(error)
+            except Exception:
+                log.exception("while the ranks end")
         for link in self._links.values():
             link.hang_up()
 

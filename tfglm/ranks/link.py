@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import struct
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from tfglm.ranks.messages import STRANGER, Frame, Limits, Reader, encode
 
 _READ_BYTES = 1 << 18
+_STALLED_S = 5
 
 
 class Link:
@@ -22,6 +24,8 @@ class Link:
 
     def __init__(self, sock: socket.socket, limits: Limits = STRANGER) -> None:
         sock.setblocking(True)
+        # For who sends: a rank reads at all times, so one that takes nothing for so long is lost.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _STALLED_S, 0))
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
