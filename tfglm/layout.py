@@ -76,6 +76,10 @@ class Placement(Enum):
     BY_EXPERT = "expert"
 
 
+PLACEMENT = Placement.BY_LAYER
+"""The one that models are loaded and planned with."""
+
+
 def run_of(size: int, unit: int, ranks: int, rank: int, first_larger: int = 0) -> tuple[int, int]:
     """(start, stop) of a rank's part of `size` things that are cut between whole units only. first_larger: the first
     rank that holds a unit more than others, where they do not divide evenly."""
@@ -120,7 +124,7 @@ class Layout:
             raise ConfigError(f"a model can be spread over 1 to {MAX_RANKS} ranks; {self.ranks} were asked for")
 
     @classmethod
-    def of(cls, config: Sizes, ranks: int, placement: Placement = Placement.BY_LAYER) -> Layout:
+    def of(cls, config: Sizes, ranks: int, placement: Placement = PLACEMENT) -> Layout:
         """The cut of a model with these sizes."""
         return cls(
             ranks=ranks,

@@ -120,6 +120,8 @@ def test_a_served_reply_is_that_of_ranks_in_one_process(checkpoint: Path) -> Non
     with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *SMALL) as server:
         url = serving(server)
         assert health(url)["ranks"] == ["ready"] * 3
+        with urllib.request.urlopen(url + "/metrics", timeout=10) as page:
+            assert b'tfglm:ranks{model_name="tiny"} 3.0' in page.read()
         pids = list(ranks_of(server).values())
         served = [complete(url, prompt=TEXT[:500], **common, **sampling).choices[0].text for sampling in samplings]
         server.send(signal.SIGTERM)
@@ -228,10 +230,15 @@ def assert_ended(server: ServerProcess, rank: int, began: float, others: list[in
 def test_a_rank_lost_while_it_loads(checkpoint: Path, tmp_path: Path, number: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *SMALL, environ={"PYTHONPATH": path}) as server:
+    port = free_port()
+    flags = (*SMALL, "--port", str(port))
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *flags, environ={"PYTHONPATH": path}) as server:
         server.wait_for("(rank 2 .* has joined)")
         pids = ranks_of(server)
-        time.sleep(2)
+        limit = time.monotonic() + 60
+        while not (now := health(f"http://127.0.0.1:{port}"))["ranks"][2].startswith("loading, "):
+            assert time.monotonic() < limit and now["status"] == "loading", now
+            time.sleep(0.1)
         os.kill(pids[2], number)
         began = time.monotonic()
         assert_ended(server, 2, began, [server.process.pid, pids[1]])

@@ -13,7 +13,7 @@ from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.errors import ConfigError, MemoryShortError
-from tfglm.layout import Layout, Placement, Share
+from tfglm.layout import PLACEMENT, Layout, Placement, Share
 from tfglm.models import mla, moe
 from tfglm.models.context import dealt_out
 from tfglm.models.shapes import quantised_shapes, shapes_of
@@ -40,7 +40,7 @@ class Glm53:
     and `tokens` are those that this rank's has room for.
     """
 
-    placement = Placement.BY_LAYER
+    placement = PLACEMENT
     """Of the routed experts' columns on the ranks."""
     followed: Passed | None = None
     """On a rank other than 0: what the last forward tapped, for what follows it there."""
@@ -172,7 +172,7 @@ def load_model(
     head: str = "bf16",
     progress: Callable[[int, int], None] | None = None,
     group: Group | None = None,
-    placement: Placement = Placement.BY_LAYER,
+    placement: Placement = PLACEMENT,
     cp: bool = False,
 ) -> Glm53:
     """The model of an open checkpoint, with a cache of `tokens` tokens over all streams.

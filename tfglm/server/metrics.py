@@ -50,10 +50,10 @@ class ServerMetrics:
             "unclosed_think": self._counter("tfglm:unclosed_think", "Replies that ended inside a think block."),
         }
 
-    def watch(self, model: str, engine: EnginePort) -> None:
-        """From now on the engine's own counters are part of the page."""
+    def watch(self, model: str, engine: EnginePort, ranks: int = 1) -> None:
+        """From now on the engine's own counters are part of the page. ranks: that the model is spread over."""
         self._model = _label(model)
-        self.registry.register(_EngineCollector(self._model, engine))
+        self.registry.register(_EngineCollector(self._model, engine, ranks))
         for counter in (*self._counts.values(), self._hits, self._queries):
             counter.labels(self._model)
 
@@ -96,8 +96,8 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """The engine's snapshot as metric families, taken at every scrape."""
 
-    def __init__(self, model: str, engine: EnginePort) -> None:
-        self._model, self._engine = model, engine
+    def __init__(self, model: str, engine: EnginePort, ranks: int) -> None:
+        self._model, self._engine, self._ranks = model, engine, ranks
 
     def collect(self) -> Iterator[Metric]:
         now = self._engine.snapshot()
@@ -122,6 +122,7 @@ class _EngineCollector(Collector):
             ("tfglm:kept_tokens", "Tokens of prompt states that are kept for later requests.", now.kept_tokens),
             ("tfglm:kv_tokens_total", "Capacity of the latent cache in tokens.", total),
             ("tfglm:step_age_seconds", "Age of the step in progress.", now.step_age_s),
+            ("tfglm:ranks", "Ranks that the model is spread over.", self._ranks),
             ("tfglm:ready", "1 when requests are taken.", float(now.state == "ready")),
         )
         for name, text, level in levels:

@@ -53,7 +53,7 @@ class ServerState:
     def open(self, served: Served) -> None:
         """From now on requests are answered by this model."""
         self.served = served
-        self.metrics.watch(served.info.name, served.engine)
+        self.metrics.watch(served.info.name, served.engine, self.settings.ranks)
 
     def require(self) -> Served:
         """The model, or the 503 that says why there is none to talk to."""
