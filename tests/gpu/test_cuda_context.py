@@ -109,7 +109,9 @@ def read_and_written(model: Glm53, prompt: list[int], reply: list[int], chunks: 
 
 
 @pytest.mark.parametrize("kv", list(KvFormat))
-def test_ranks_reply_as_one_does_and_exactly_among_themselves(kv: KvFormat, tiny: Checkpoint) -> None:
+def test_ranks_reply_as_one_does_and_exactly_among_themselves(
+    kv: KvFormat, tiny: Checkpoint, device: torch.device
+) -> None:
     prompt, reply = text(300, 1), text(12, 2)
     one = load_model(tiny, tokens=2 * PAGE, device="cuda", kv=kv.value)
     expected = read_and_written(one, prompt, reply, [300])
