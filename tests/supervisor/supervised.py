@@ -42,6 +42,7 @@ class Supervised:
         self.folder, self.count = folder, count
         self.checkpoint = folder / "checkpoint"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.started: list[subprocess.Popen[bytes]] = []
         self.environ: dict[str, str] = {}
         self.entry = [sys.executable, "-m", "tfglm.cli.main"]
         self.port = free_port(socket.SOCK_STREAM)
@@ -61,6 +62,8 @@ class Supervised:
             "limits": LIMITS | limits,
             **changes,
         }
+        self.nodes: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.namespaces: list[str] = [""] * count
         for rank in range(count):
             self.write(rank)
 
@@ -75,7 +78,9 @@ class Supervised:
         config = self.config(rank)
         config.mkdir(exist_ok=True)
         (config / "cluster.json").write_text(json.dumps(self.cluster | changes))
-        (config / "rank.json").write_text(json.dumps({"version": 1, "rank": rank, "interface": "lo"}))
+        (config / "rank.json").write_text(
+            json.dumps({"version": 1, "rank": rank, "interface": "lo"} | self.nodes[rank])
+        )
 
     def behave(self, rank: int, **how: Any) -> None:
         """What the rank's next fake engines do."""
@@ -96,9 +101,11 @@ class Supervised:
         """A tfglm command on behalf of a rank, which ends with the cluster."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TFGLM_")}
         with (self.folder / f"rank{rank}.log").open("ab") as log:
+            inside = ["ip", "netns", "exec", self.namespaces[rank]] if self.namespaces[rank] else []
             self.processes[rank] = subprocess.Popen(
-                [*self.entry, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=clean | self.environ
+                [*inside, *self.entry, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=clean | self.environ
             )
+        self.started.append(self.processes[rank])
         return self.processes[rank]
 
     def state(self, rank: int) -> dict[str, Any]:
@@ -112,8 +119,10 @@ class Supervised:
         return [(state["phase"], state.get("generation", 0)) for state in map(self.state, range(self.count))]
 
     def engine(self, rank: int) -> int:
-        """Process id of a rank's engine."""
-        return int(self.state(rank)["pid"])
+        """Process id of a rank's engine, which must be there: signals to 0 go to the test itself."""
+        pid = int(self.state(rank)["pid"])
+        assert pid > 1, self.state(rank)
+        return pid
 
     def engines(self) -> list[int]:
         """Every engine that was ever started and still runs."""
@@ -148,7 +157,7 @@ class Supervised:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self.processes.values():
+        for process in self.started:
             process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()

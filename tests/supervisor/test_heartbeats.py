@@ -144,8 +144,8 @@ async def test_a_rail_over_which_nothing_comes_is_named() -> None:
     assert one.silent_rail(5.0) == ""  # of a peer that is not there at all, nothing is known
     one.take(BEAT.encode("pair"), "127.0.0.2", None)
     assert one.silent_rail(5.0) == (
-        "rail lo (127.0.1.1): nothing comes from 127.0.1.2 of rank 1 in packets of 1500 bytes: "
-        "wrong port, broken cable, or a smaller MTU there"
+        "rail lo (127.0.1.1): no full packet comes from 127.0.1.2 of rank 1: "
+        "wrong port, broken cable, or different MTUs"
     )
     one.close()
 

@@ -166,8 +166,8 @@ class Beats:
             peer = self.peers[rail.peer]
             if now - peer.heard < limit and now - peer.rails.get(rail.address, float("-inf")) > limit:
                 return (
-                    f"rail {rail.interface} ({rail.address}): nothing comes from {rail.peer_address} of rank "
-                    f"{rail.peer} in packets of {rail.mtu} bytes: wrong port, broken cable, or a smaller MTU there"
+                    f"rail {rail.interface} ({rail.address}): no full packet comes from {rail.peer_address} of rank "
+                    f"{rail.peer}: wrong port, broken cable, or different MTUs"
                 )
         return ""
 
