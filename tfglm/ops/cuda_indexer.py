@@ -80,7 +80,7 @@ def best_keys(
     top-k over keys, of which no two are alike. context: at least as many tokens as any row sees on all ranks."""
     rows, heads, width = queries.shape
     module = driver.load("indexer", {"HEADS": str(heads), "WIDTH": str(width), "KEYS": str(int(kv is KvFormat.FP4X))})
-    stride = -(-context // step // PAGE + 1) * PAGE
+    stride = (-(-context // (step * PAGE)) + 1) * PAGE
     piece = min(rows, max(_ROWS, _SCORE_BYTES // (4 * stride) // _ROWS * _ROWS))
     scores, best = empty((piece, stride), torch.float32), empty((rows, count), torch.int64)
     best.fill_(order.NO_KEY)
