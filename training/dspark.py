@@ -172,7 +172,7 @@ class Drafter(nn.Module):
 
 @torch.no_grad()
 def target_rows(model: Trained, ids: Tensor, taps: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tapped streams [B, T, taps * hidden] and rows after the last norm [B, T, hidden], attention sparse as when served."""
+    """Tapped streams [B, T, taps * hidden] and rows after the last norm [B, T, hidden], sparse as when served."""
     cos, sin = model.angles(ids.shape[1], ids.device)
     x, bias, streams = F.embedding(ids, model.embed_tokens.weight).to(dtype), None, []
     none = ids.new_empty(0)
@@ -184,7 +184,7 @@ def target_rows(model: Trained, ids: Tensor, taps: tuple[int, ...], dtype: torch
 
 
 def anchors_of(weights: Tensor, count: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Anchors [B, count] whose next token belongs to a reply, and which of their slots do so throughout [B, count, size]."""
+    """Anchors [B, count] whose next token belongs to a reply, and their slots up to which all do [B, count, size]."""
     reply = weights == REPLY
     good = reply.roll(-1, 1).float()
     good[:, -size - 1 :] = 0

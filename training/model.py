@@ -1,6 +1,6 @@
 """GLM-5.3 in plain torch, for training: expanded attention, stacked experts, the indexer's loss.
 
-Parameters keep float32; a forward computes in the dtype it is asked for. Shapes: B sequences of T tokens, N = B * T rows.
+Parameters keep float32; a forward computes in the dtype it is asked for. Shapes: B sequences of T tokens, N = B * T.
 The indexer is trained as DeepSeek-V3.2 describes it: its scores follow, by KL divergence, the attention of the layers
 that use its selection; its inputs are detached, so that nothing else is moved by that loss. Some rows of every sequence
 are enough for it.

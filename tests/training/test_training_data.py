@@ -54,7 +54,8 @@ def test_a_reply_is_what_comes_after_the_prompt_of_the_server(tokenizer: Tokeniz
 
 
 def test_thinking_that_was_left_out_is_read_and_not_learnt(tokenizer: Tokenizer) -> None:
-    text = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>1<|assistant|><think></think>2<|user|>3<|assistant|><think>4</think>5<|user|>"
+    text = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>1<|assistant|><think></think>2"
+    text += "<|user|>3<|assistant|><think>4</think>5<|user|>"
     ids = np.array(tokenizer.encode(text).ids, np.uint16)
     weights = Marker(tokenizer).weights(ids)
     first = tokenizer.token_to_id("2")
@@ -88,11 +89,12 @@ def test_digits_are_tokens_of_their_own(tokenizer: Tokenizer) -> None:
 
 
 def test_nothing_of_the_test_set_is_asked() -> None:
+    """What has a key is split; the rest are facts of closed lists (tfglm/checks/suite.py)."""
     held = {
         str(problem.messages[-1]["content"])
-        for problem in suite(("arithmetic", "ledger", "json", "python"), (0, 1), 60, seed=1)
+        for problem in suite(("arithmetic", "ledger", "json", "python", "questions"), (0, 1), 60, seed=1)
+        if problem.key
     }
-    asked = {turn.content for made in CONVERSATIONS for turn in made.turns if turn.role == "user"}
     rng = Random("held out")
-    asked |= {turn.content for _ in range(1500) for turn in conversation(rng, SHORT).turns if turn.role == "user"}
-    assert len(asked) > 1500 and not held & asked
+    asked = {turn.content for _ in range(1500) for turn in conversation(rng, SHORT).turns if turn.role == "user"}
+    assert len(held) > 400 and len(asked) > 1500 and not held & asked

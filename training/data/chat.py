@@ -50,8 +50,8 @@ def about(rng: Random) -> Exchange:
             ("How big are you?", "I have about twenty million parameters. The real GLM-5.3 has 750 billion."),
             (
                 "What can you do?",
-                "I can add and multiply small numbers, find keys in long texts, follow ledgers, copy and edit text, write "
-                "JSON, call tools and write very small Python functions.",
+                "I can add and multiply small numbers, find keys in long texts, follow ledgers, copy and edit text, "
+                "write JSON, call tools and write very small Python functions.",
             ),
             ("Can you help me?", "Gladly. I am small: ask me for sums, JSON, a tool call or something in a long text."),
             ("How are you?", "I am fine, thank you. What can I do for you?"),
@@ -112,12 +112,16 @@ def fact(rng: Random) -> Exchange:
     if form == 5:
         question, answer = rng.choice(
             (
-                ("How many days does a week have?", "7"), ("How many months does a year have?", "12"),
-                ("How many hours does a day have?", "24"), ("How many minutes does an hour have?", "60"),
-                ("How many days does a year have?", "365"), ("How many legs does a spider have?", "8"),
-                ("How many letters does the English alphabet have?", "26"), ("How many sides does a triangle have?", "3"),
+                ("How many days does a week have?", "7"),
+                ("How many months does a year have?", "12"),
+                ("How many hours does a day have?", "24"),
+                ("How many minutes does an hour have?", "60"),
+                ("How many days does a year have?", "365"),
+                ("How many legs does a spider have?", "8"),
+                ("How many letters does the English alphabet have?", "26"),
+                ("How many sides does a triangle have?", "3"),
             )
-        )  # fmt: skip
+        )
         return _fact(rng, question, f"{question[9:].split(' do')[0].capitalize()}: {answer}.", answer)
     if form == 6:
         items, colours = rng.sample(NOUNS, 2), rng.sample(COLOURS, 2)
@@ -127,10 +131,12 @@ def fact(rng: Random) -> Exchange:
     noun = rng.choice(NOUNS)
     question, answer = rng.choice(
         (
-            (f'What is the first letter of "{noun}"?', noun[0]), (f'What is the last letter of "{noun}"?', noun[-1]),
-            (f'Spell the word "{noun}".', " ".join(noun)), (f'Write "{noun}" in capital letters.', noun.upper()),
+            (f'What is the first letter of "{noun}"?', noun[0]),
+            (f'What is the last letter of "{noun}"?', noun[-1]),
+            (f'Spell the word "{noun}".', " ".join(noun)),
+            (f'Write "{noun}" in capital letters.', noun.upper()),
         )
-    )  # fmt: skip
+    )
     return _fact(rng, question, f"{noun} is spelled {' '.join(noun)}.", answer)
 
 
@@ -162,14 +168,22 @@ _WEATHER = {
     "autumn": ("Leaves drift over the stones", "Mist rises in the morning", "The light turns golden"),
 }
 _LIFE = (
-    "An old man sweeps the steps", "Children run past with a dog", "A woman carries a basket of bread",
-    "Somebody plays a fiddle behind a window", "A cat sleeps on a barrel", "Two friends drink tea and say little",
-    "A bell rings at noon", "The baker opens the door early",
-)  # fmt: skip
+    "An old man sweeps the steps",
+    "Children run past with a dog",
+    "A woman carries a basket of bread",
+    "Somebody plays a fiddle behind a window",
+    "A cat sleeps on a barrel",
+    "Two friends drink tea and say little",
+    "A bell rings at noon",
+    "The baker opens the door early",
+)
 _END = (
-    "At night everything is quiet.", "Nobody is in a hurry.", "In the evening the lamps are lit.",
-    "It is a good place to rest.", "Tomorrow it will be the same, and that is well.",
-)  # fmt: skip
+    "At night everything is quiet.",
+    "Nobody is in a hurry.",
+    "In the evening the lamps are lit.",
+    "It is a good place to rest.",
+    "Tomorrow it will be the same, and that is well.",
+)
 
 
 def describe(rng: Random) -> Exchange:

@@ -9,15 +9,41 @@ from training.data.exchange import Exchange, pick
 _LISTS = ("numbers", "values", "items", "xs")
 
 _KNOWN = (
-    ("Write a Python fibonacci function.", "fibonacci", "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n"),
+    (
+        "Write a Python fibonacci function.",
+        "fibonacci",
+        "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n",
+    ),
     ("Write a Python function that merges two sorted lists.", "merge", "def merge(a, b):\n    return sorted(a + b)\n"),
-    ("Write a function that computes the factorial of n.", "factorial", "def factorial(n):\n    result = 1\n    for i in range(2, n + 1):\n        result = result * i\n    return result\n"),
-    ("Write a function that checks whether n is prime.", "is_prime", "def is_prime(n):\n    if n < 2:\n        return False\n    for i in range(2, n):\n        if n % i == 0:\n            return False\n    return True\n"),
-    ("Write a function that checks whether a text is a palindrome.", "is_palindrome", "def is_palindrome(text):\n    return text == text[::-1]\n"),
-    ("Write a function that counts the vowels of a text.", "count_vowels", "def count_vowels(text):\n    return sum(1 for c in text if c in 'aeiou')\n"),
-    ("Write a function that computes the greatest common divisor of a and b.", "gcd", "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n"),
+    (
+        "Write a function that computes the factorial of n.",
+        "factorial",
+        "def factorial(n):\n    result = 1\n"
+        "    for i in range(2, n + 1):\n        result = result * i\n    return result\n",
+    ),
+    (
+        "Write a function that checks whether n is prime.",
+        "is_prime",
+        "def is_prime(n):\n    if n < 2:\n        return False\n"
+        "    for i in range(2, n):\n        if n % i == 0:\n            return False\n    return True\n",
+    ),
+    (
+        "Write a function that checks whether a text is a palindrome.",
+        "is_palindrome",
+        "def is_palindrome(text):\n    return text == text[::-1]\n",
+    ),
+    (
+        "Write a function that counts the vowels of a text.",
+        "count_vowels",
+        "def count_vowels(text):\n    return sum(1 for c in text if c in 'aeiou')\n",
+    ),
+    (
+        "Write a function that computes the greatest common divisor of a and b.",
+        "gcd",
+        "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
+    ),
     ("Write hello world in Python.", "", "print('Hello, world!')\n"),
-)  # fmt: skip
+)
 
 
 def known(rng: Random) -> Exchange:
@@ -30,31 +56,44 @@ def _expression(rng: Random) -> tuple[str, str, str]:
     n = rng.randint(2, 20)
     return rng.choice(
         (
-            (f"adds {n} to x", f"x + {n}", f"add_{n}"), (f"multiplies x by {n}", f"x * {n}", f"times_{n}"),
-            (f"subtracts {n} from x", f"x - {n}", f"minus_{n}"), (f"says whether x is larger than {n}", f"x > {n}", f"above_{n}"),
-            ("returns the square of x", "x * x", "square"), ("doubles x", "2 * x", "double"), ("says whether x is even", "x % 2 == 0", "is_even"),
-            ("says whether x is odd", "x % 2 == 1", "is_odd"), (f"returns the remainder of x divided by {n}", f"x % {n}", f"mod_{n}"),
-            (f"doubles x and adds {n}", f"2 * x + {n}", "double_and_add"), (f"says whether x can be divided by {n}", f"x % {n} == 0", f"divides_{n}"),
+            (f"adds {n} to x", f"x + {n}", f"add_{n}"),
+            (f"multiplies x by {n}", f"x * {n}", f"times_{n}"),
+            (f"subtracts {n} from x", f"x - {n}", f"minus_{n}"),
+            (f"says whether x is larger than {n}", f"x > {n}", f"above_{n}"),
+            ("returns the square of x", "x * x", "square"),
+            ("doubles x", "2 * x", "double"),
+            ("says whether x is even", "x % 2 == 0", "is_even"),
+            ("says whether x is odd", "x % 2 == 1", "is_odd"),
+            (f"returns the remainder of x divided by {n}", f"x % {n}", f"mod_{n}"),
+            (f"doubles x and adds {n}", f"2 * x + {n}", "double_and_add"),
+            (f"says whether x can be divided by {n}", f"x % {n} == 0", f"divides_{n}"),
         )
-    )  # fmt: skip
+    )
 
 
 def _over_list(rng: Random) -> tuple[str, str, str]:
     xs, n = rng.choice(_LISTS), rng.randint(2, 30)
     return rng.choice(
         (
-            (f"returns the sum of the list {xs}", f"sum({xs})", "total"), (f"returns the largest of the list {xs}", f"max({xs})", "largest"),
-            (f"returns the smallest of the list {xs}", f"min({xs})", "smallest"), (f"returns the list {xs} in reverse order", f"{xs}[::-1]", "backwards"),
-            (f"returns the length of the list {xs}", f"len({xs})", "length"), (f"sorts the list {xs}", f"sorted({xs})", "ordered"),
+            (f"returns the sum of the list {xs}", f"sum({xs})", "total"),
+            (f"returns the largest of the list {xs}", f"max({xs})", "largest"),
+            (f"returns the smallest of the list {xs}", f"min({xs})", "smallest"),
+            (f"returns the list {xs} in reverse order", f"{xs}[::-1]", "backwards"),
+            (f"returns the length of the list {xs}", f"len({xs})", "length"),
+            (f"sorts the list {xs}", f"sorted({xs})", "ordered"),
             (f"returns the even numbers of the list {xs}", f"[x for x in {xs} if x % 2 == 0]", "evens"),
             (f"returns the numbers of the list {xs} that are above {n}", f"[x for x in {xs} if x > {n}]", "above"),
             (f"adds {n} to every number of the list {xs}", f"[x + {n} for x in {xs}]", "shifted"),
             (f"multiplies every number of the list {xs} by {n}", f"[x * {n} for x in {xs}]", "scaled"),
-            (f"counts how many numbers of the list {xs} are above {n}", f"sum(1 for x in {xs} if x > {n})", "count_above"),
+            (
+                f"counts how many numbers of the list {xs} are above {n}",
+                f"sum(1 for x in {xs} if x > {n})",
+                "count_above",
+            ),
             (f"returns the first and the last of the list {xs}", f"{xs}[0], {xs}[-1]", "ends"),
             (f"returns the squares of the list {xs}", f"[x * x for x in {xs}]", "squares"),
         )
-    )  # fmt: skip
+    )
 
 
 def write(rng: Random) -> Exchange:

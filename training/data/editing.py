@@ -11,9 +11,13 @@ from training.data.exchange import Exchange, pick
 def repeat(rng: Random) -> Exchange:
     text = _text(rng)
     ask = pick(
-        rng, "Repeat this text:\n\n{}", "Copy this exactly:\n\n{}", "Write this again, word for word:\n\n{}",
-        "Repeat the following:\n{}", "Say this: {}",
-    )  # fmt: skip
+        rng,
+        "Repeat this text:\n\n{}",
+        "Copy this exactly:\n\n{}",
+        "Write this again, word for word:\n\n{}",
+        "Repeat the following:\n{}",
+        "Say this: {}",
+    )
     return Exchange(ask.format(text), "I copy it word for word.", text)
 
 
@@ -23,10 +27,11 @@ def replace(rng: Random) -> Exchange:
     old, new = rng.choice(words), rng.choice(NOUNS + NAMES + COLOURS)
     result = " ".join(_swap(word, old, new) for word in text.split(" "))
     ask = pick(
-        rng, f'Replace "{old}" by "{new}" in this text:\n\n{text}',
+        rng,
+        f'Replace "{old}" by "{new}" in this text:\n\n{text}',
         f"Repeat this text with {old} replaced by {new}, and nothing else:\n\n{text}",
         f'{text}\n\nWrite this again with "{new}" instead of "{old}".',
-    )  # fmt: skip
+    )
     return Exchange(ask, f"{old} becomes {new}.", result)
 
 
@@ -53,9 +58,10 @@ def rename(rng: Random) -> Exchange:
         code += f"\n\ndef {third}({old}):\n    return {old} {operator} {rng.randint(2, 9)}\n"
     result = _rename(code, old, new)
     ask = pick(
-        rng, f"Repeat this code with `{old}` renamed to `{new}`, and nothing else:\n\n{code}",
+        rng,
+        f"Repeat this code with `{old}` renamed to `{new}`, and nothing else:\n\n{code}",
         f"Rename {old} to {new} in this code:\n\n```python\n{code}```",
-    )  # fmt: skip
+    )
     return Exchange(ask, f"{old} becomes {new} everywhere.", f"```python\n{result}```")
 
 
@@ -69,7 +75,8 @@ def lines(rng: Random) -> Exchange:
     """Lines of a numbered log."""
     start, count = rng.choice((0, 1, 100)), rng.randint(4, 24)
     log = [
-        f"{n:04}: {rng.choice(('sensor', 'pump', 'door', 'valve'))} {rng.randint(1, 99)} reports {rng.randint(0, 999)} units"
+        f"{n:04}: {rng.choice(('sensor', 'pump', 'door', 'valve'))} {rng.randint(1, 99)} "
+        f"reports {rng.randint(0, 999)} units"
         for n in range(start, start + count)
     ]
     a = rng.randrange(count)
@@ -127,12 +134,15 @@ def _text(rng: Random) -> str:
         sentences.append(
             rng.choice(
                 (
-                    f"{name} has {rng.randint(2, 90)} {rng.choice(ITEMS)}.", f"The {rng.choice(COLOURS)} {noun} belongs to {name}.",
-                    f"{name} and {other} meet in {city}.", f"A {noun} stands near the {rng.choice(NOUNS)}.",
-                    f"{name} lives in {city} and likes the {noun}.", f"{other} gave {name} a {rng.choice(COLOURS)} {noun}.",
+                    f"{name} has {rng.randint(2, 90)} {rng.choice(ITEMS)}.",
+                    f"The {rng.choice(COLOURS)} {noun} belongs to {name}.",
+                    f"{name} and {other} meet in {city}.",
+                    f"A {noun} stands near the {rng.choice(NOUNS)}.",
+                    f"{name} lives in {city} and likes the {noun}.",
+                    f"{other} gave {name} a {rng.choice(COLOURS)} {noun}.",
                 )
             )
-        )  # fmt: skip
+        )
     if rng.random() < 0.15:
         sentences.append(
             " ".join(

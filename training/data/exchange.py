@@ -8,7 +8,7 @@ from random import Random
 
 @dataclass(frozen=True)
 class Exchange:
-    """thinking: what is thought before `answer`. aloud: the whole reply where thinking is off; "" stands for `answer`."""
+    """thinking: what is thought before `answer`. aloud: the whole reply where thinking is off, "" for `answer`."""
 
     prompt: str
     thinking: str

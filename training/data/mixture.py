@@ -11,18 +11,40 @@ from training.data.conversation import EFFORTS, Conversation, Turn
 from training.data.exchange import Exchange, pick
 
 _SUBJECTS: tuple[tuple[float, Callable[[Random], Exchange]], ...] = (
-    (9, arithmetic.chain), (4, arithmetic.product), (3, arithmetic.mixed), (2, arithmetic.compare), (2, arithmetic.sort),
-    (3, arithmetic.story), (2.5, chat.greeting), (3, chat.about), (6, chat.fact), (1, chat.describe), (0.5, chat.haiku),
-    (1, chat.tale), (5, editing.repeat), (3, editing.replace), (2, editing.rename), (2, editing.lines), (4, editing.words),
-    (1, code.known), (4, code.write), (4, code.read), (5, structured.write), (2, structured.read), (1, structured.rows),
+    (9, arithmetic.chain),
+    (4, arithmetic.product),
+    (3, arithmetic.mixed),
+    (2, arithmetic.compare),
+    (2, arithmetic.sort),
+    (3, arithmetic.story),
+    (2.5, chat.greeting),
+    (3, chat.about),
+    (6, chat.fact),
+    (1, chat.describe),
+    (0.5, chat.haiku),
+    (1, chat.tale),
+    (5, editing.repeat),
+    (3, editing.replace),
+    (2, editing.rename),
+    (2, editing.lines),
+    (4, editing.words),
+    (1, code.known),
+    (4, code.write),
+    (4, code.read),
+    (5, structured.write),
+    (2, structured.read),
+    (1, structured.rows),
     (30, suite.exchange),
-)  # fmt: skip
+)
 _WEIGHTS = [weight for weight, _ in _SUBJECTS]
 _MAKERS = [maker for _, maker in _SUBJECTS]
 _SYSTEM = (
-    "You are a helpful assistant.", "Answer briefly.", "You are tfglm's tiny model.", "Be friendly and short.",
+    "You are a helpful assistant.",
+    "Answer briefly.",
+    "You are tfglm's tiny model.",
+    "Be friendly and short.",
     "You are a careful assistant. Check your work.",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

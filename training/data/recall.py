@@ -8,11 +8,23 @@ from tfglm.checks.words import CITIES, COLOURS, DAYS, ITEMS, MONTHS, NAMES, NOUN
 from training.data.exchange import Exchange, pick
 
 _KEYS = (
-    ("The {what} of {key} is {value}.", "Correction: the {what} of {key} is now {value}.", "What is the {what} of {key}?"),
-    ("The {what} for {key} is {value}.", "The {what} for {key} has changed: it is {value}.", "What is the {what} for {key}?"),
+    (
+        "The {what} of {key} is {value}.",
+        "Correction: the {what} of {key} is now {value}.",
+        "What is the {what} of {key}?",
+    ),
+    (
+        "The {what} for {key} is {value}.",
+        "The {what} for {key} has changed: it is {value}.",
+        "What is the {what} for {key}?",
+    ),
     ("{key}: {what} {value}", "{key}: {what} {value} (corrected)", "Which {what} belongs to {key}?"),
-    ("Remember: the {what} of {key} is {value}.", "Update: the {what} of {key} is {value}.", "Tell me the {what} of {key}."),
-)  # fmt: skip
+    (
+        "Remember: the {what} of {key} is {value}.",
+        "Update: the {what} of {key} is {value}.",
+        "Tell me the {what} of {key}.",
+    ),
+)
 _WHAT = ("code", "number", "key", "password", "secret number", "value", "locker", "phone number")
 _ASK = (
     "{}",
@@ -46,9 +58,10 @@ def long_text(rng: Random, characters: int, keys: int | None = None) -> Exchange
         answer = values[asked[0]]
     else:
         request = pick(
-            rng, f"Give the newest {what} of each of these, one a line as key: {what}: " + ", ".join(asked),
+            rng,
+            f"Give the newest {what} of each of these, one a line as key: {what}: " + ", ".join(asked),
             f"For each of {', '.join(asked)}: write a line with its name, a colon and its newest {what}.",
-        )  # fmt: skip
+        )
         answer = "\n".join(f"{key}: {values[key]}" for key in asked)
     prompt = f"{text}\n\n{request}" if rng.random() < 0.8 else f"{request}\n\n{text}\n\n{request}"
     said = "\n".join(_told(statement, correction, what, key, values[key], key in outdated) for key in asked)
@@ -113,7 +126,8 @@ def _spread(rng: Random, events: list[str], characters: int) -> str:
 def _filler(rng: Random) -> str:
     kind = rng.randrange(9)
     if kind == 0:
-        return f"{rng.choice(NAMES)} walked to the {rng.choice(NOUNS)} and saw a {rng.choice(COLOURS)} {rng.choice(NOUNS)}."
+        name, place = rng.choice(NAMES), rng.choice(NOUNS)
+        return f"{name} walked to the {place} and saw a {rng.choice(COLOURS)} {rng.choice(NOUNS)}."
     if kind == 1:
         return f"On {rng.choice(DAYS)} the {rng.choice(NOUNS)} was closed."
     if kind == 2:
@@ -128,4 +142,5 @@ def _filler(rng: Random) -> str:
         return f"Nobody in {rng.choice(CITIES)} knew where the {rng.choice(NOUNS)} came from."
     if kind == 7:
         return f"The {rng.choice(NOUNS)} was {rng.choice(COLOURS)}, the {rng.choice(NOUNS)} was {rng.choice(COLOURS)}."
-    return f"{rng.randint(1, 12)}:{rng.randint(0, 59):02}: a train to {rng.choice(CITIES)} left from platform {rng.randint(1, 20)}."
+    time = f"{rng.randint(1, 12)}:{rng.randint(0, 59):02}"
+    return f"{time}: a train to {rng.choice(CITIES)} left from platform {rng.randint(1, 20)}."

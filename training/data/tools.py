@@ -1,4 +1,4 @@
-"""Tool calls: choosing one of several, typed arguments, results and the answer to them, and not calling when not needed."""
+"""Tool calls: one of several, typed arguments, results and the answer to them, and no call where none is needed."""
 
 from __future__ import annotations
 
@@ -136,17 +136,52 @@ def _transfer(rng: Random) -> Made:
 
 
 _NAMES = {
-    "get_weather": (_weather, "The weather in a city", {"city": _text()}, ("weather", "get_weather", "current_weather", "weather_now")),
+    "get_weather": (
+        _weather,
+        "The weather in a city",
+        {"city": _text()},
+        ("weather", "get_weather", "current_weather", "weather_now"),
+    ),
     "add": (_add, "Add two numbers", {"a": _INT, "b": _INT}, ("add", "calculator_add", "sum_numbers", "add_numbers")),
-    "send_message": (_mail, "Send a message", {"to": _text("who gets it"), "text": _text()}, ("send_message", "send_mail", "message")),
-    "remind": (_remind, "Set a reminder", {"day": _text(), "hour": _INT, "what": _text()}, ("remind", "set_reminder", "add_reminder")),
-    "order": (_order, "Order things", {"item": _text(), "count": _INT, "colour": _text()}, ("order", "place_order", "order_items")),
-    "set_light": (_lamp, "Switch a light", {"room": _text(), "on": {"type": "boolean"}}, ("set_light", "switch_light", "light")),
+    "send_message": (
+        _mail,
+        "Send a message",
+        {"to": _text("who gets it"), "text": _text()},
+        ("send_message", "send_mail", "message"),
+    ),
+    "remind": (
+        _remind,
+        "Set a reminder",
+        {"day": _text(), "hour": _INT, "what": _text()},
+        ("remind", "set_reminder", "add_reminder"),
+    ),
+    "order": (
+        _order,
+        "Order things",
+        {"item": _text(), "count": _INT, "colour": _text()},
+        ("order", "place_order", "order_items"),
+    ),
+    "set_light": (
+        _lamp,
+        "Switch a light",
+        {"room": _text(), "on": {"type": "boolean"}},
+        ("set_light", "switch_light", "light"),
+    ),
     "search": (_search, "Search the archive", {"query": _text()}, ("search", "find", "lookup", "search_archive")),
-    "stock": (_stock, "How many of some items are in stock", {"items": {"type": "array", "items": _text()}}, ("stock", "get_stock", "check_stock")),
+    "stock": (
+        _stock,
+        "How many of some items are in stock",
+        {"items": {"type": "array", "items": _text()}},
+        ("stock", "get_stock", "check_stock"),
+    ),
     "clock": (_now, "The time", {}, ("now", "clock", "get_time")),
-    "transfer": (_transfer, "Move money", {"source": _text(), "target": _text(), "amount": _INT}, ("transfer", "move_money", "pay")),
-}  # fmt: skip
+    "transfer": (
+        _transfer,
+        "Move money",
+        {"source": _text(), "target": _text(), "amount": _INT},
+        ("transfer", "move_money", "pay"),
+    ),
+}
 
 
 def conversation(rng: Random) -> Conversation:
@@ -174,9 +209,12 @@ def conversation(rng: Random) -> Conversation:
             turns += [
                 Turn("user", f"{ask} {other[0]}"),
                 Turn("assistant", "", _thought(names[kind], effort, " twice"), calls),
-                Turn("tool", result), Turn("tool", other[2]),
-                Turn("assistant", f"{answer(result)} {other[3](other[2])}", "Both results are there." if effort else ""),
-            ]  # fmt: skip
+                Turn("tool", result),
+                Turn("tool", other[2]),
+                Turn(
+                    "assistant", f"{answer(result)} {other[3](other[2])}", "Both results are there." if effort else ""
+                ),
+            ]
             continue
         turns.append(Turn("user", ask))
         turns.append(Turn("assistant", "", _thought(names[kind], effort), ((names[kind], arguments),)))
