@@ -1,0 +1,68 @@
+"""What the lab needs of the machine it runs on, and how it runs commands there: nothing without a limit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfglm-lab"
+"""Survives the working tree: guest images are minutes of work, and contain a throwaway key that no repository may see."""
+
+PACKAGES = {
+    "linux.uml": "user-mode-linux",
+    "mmdebstrap": "mmdebstrap",
+    "mke2fs": "e2fsprogs",
+    "ip": "iproute2",
+    "ethtool": "ethtool",
+    "ssh": "openssh-client",
+    "unshare": "util-linux",
+}
+"""Debian package by the command that shows whether it is there."""
+
+
+class LabError(Exception):
+    """A step that did not end as it must; the text is for the reader of the report."""
+
+
+def missing() -> str:
+    """Why the lab cannot run here, or nothing."""
+    if os.geteuid() != 0:
+        return "needs root: guests are wired by taps and bridges in a network namespace"
+    if not Path("/dev/net/tun").exists():
+        return "needs /dev/net/tun"
+    if os.uname().machine != "x86_64":
+        return f"guests are User-mode Linux, which Debian has for x86_64, not {os.uname().machine}"
+    if not shutil.which("apt-get"):
+        return "needs Debian: guests are built from its packages"
+    absent = sorted({package for command, package in PACKAGES.items() if not shutil.which(command)})
+    if absent:
+        return f"needs Debian packages: apt-get install --no-install-recommends {' '.join(absent)}"
+    return ""
+
+
+def run(
+    command: Sequence[str | Path], limit: float, env: Mapping[str, str] | None = None, check: bool = True, stdin: str = ""
+) -> str:
+    """Standard output and error of a command that gets `limit` seconds. Raises LabError, with the last lines it said."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(
+            words,
+            input=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit,
+            env={**os.environ, **(env or {})},
+        )
+    except subprocess.TimeoutExpired as late:
+        said = late.output.decode(errors="replace") if isinstance(late.output, bytes) else late.output or ""
+        raise LabError(f"{' '.join(words)[:200]} took longer than {limit:.0f} s: {said[-2000:]}") from late
+    if check and done.returncode:
+        raise LabError(f"{' '.join(words)[:200]} ended with {done.returncode}: {done.stdout[-3000:]}")
+    return done.stdout

@@ -1,0 +1,80 @@
+"""Ansible, from outside the guests, with an inventory as somebody would write it for three Sparks."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from guest import KEY, Guest
+from host import ROOT, LabError, run
+
+MODELS = "/srv/models"
+CHECKPOINT = f"{MODELS}/tiny"
+PORTS = ("enp1s0f0np0", "enp1s0f1np1")
+VARIABLES: dict[str, object] = {
+    "ansible_user": "spark",
+    "ansible_become": True,
+    "ansible_python_interpreter": "/usr/bin/python3",
+    "ansible_ssh_private_key_file": str(KEY),
+    "ansible_ssh_common_args": "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null",
+    # What a fake Spark lacks: the processor, the GPU, docker's images, RDMA devices, much memory.
+    "tfglm_arch": "x86_64",
+    "tfglm_gpu": "none",
+    "tfglm_runtime": "venv",
+    "tfglm_netdevs": list(PORTS),
+    "tfglm_fabric_mode": "manage",
+    "tfglm_packages": False,
+    "tfglm_checkpoint": CHECKPOINT,
+    "tfglm_smoke_expect": "",
+    "tfglm_smoke_tokens": 24,
+    "tfglm_context": 512,
+    "tfglm_kept_gib": 0,
+    "tfglm_overhead_gib": 0.5,
+    "tfglm_floor_gib": 0.3,
+    "tfglm_guard_gib": 0.15,
+    "tfglm_host": "0.0.0.0",
+    "tfglm_wait_s": 900,
+}
+_RECAP = re.compile(r"^(\S+)\s+: ok=(\d+)\s+changed=(\d+)\s+unreachable=(\d+)\s+failed=(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Play:
+    """What a playbook did: seconds, tasks that changed something by guest, everything it printed."""
+
+    seconds: float
+    changed: Mapping[str, int]
+    said: str
+
+
+class Playbooks:
+    def __init__(self, guests: list[Guest], folder: Path) -> None:
+        self._inventory, self._logs = folder / "inventory.ini", folder
+        hosts = "\n".join(f"{guest.name} ansible_host={guest.address}" for guest in guests)
+        variables = "\n".join(f"{name}={value!r}" for name, value in VARIABLES.items())
+        self._inventory.write_text(f"[sparks]\n{hosts}\n\n[sparks:vars]\n{variables}\n")
+
+    def run(self, name: str, *arguments: str, limit: float = 1500, fails: bool = False) -> Play:
+        """Run a playbook. fails: it has to refuse, and LabError is for one that does not."""
+        began = time.monotonic()
+        log = self._logs / f"{name}.log"
+        said = run(
+            [Path(sys.executable).with_name("ansible-playbook"), "-i", self._inventory, ROOT / "playbooks" / f"{name}.yml"]
+            + list(arguments),
+            limit,
+            env={"ANSIBLE_CONFIG": str(ROOT / "playbooks/ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "HOME": os.environ["HOME"]},
+            check=False,
+        )
+        with log.open("a") as kept:
+            kept.write(said)
+        recap = _RECAP.findall(said)
+        failed = not recap or any(int(host[3]) + int(host[4]) for host in recap)
+        if failed != fails:
+            wanted = "refused nothing" if fails else "failed"
+            raise LabError(f"{name}.yml {wanted}; {log} has all of it:\n{said[-3000:]}")
+        return Play(time.monotonic() - began, {host[0]: int(host[2]) for host in recap}, said)
