@@ -56,6 +56,8 @@ def test_a_page_is_read_once_its_rows_are_there(device: torch.device) -> None:
 def test_a_round_does_not_wait_for_the_copies(device: torch.device) -> None:
     """Work that is launched while a page is being copied ends before the copy does."""
     pages = Pages(layers(device))
+    torch.ones(1, device=device).add_(1)  # kernels are loaded when they are first used, and that waits for everything
+    pages.read(2)
     torch.cuda.synchronize()
     assert pages._stream is not None
     with torch.cuda.stream(pages._stream):

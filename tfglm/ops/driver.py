@@ -92,7 +92,9 @@ class Kernel:
         gx, gy, gz = (*grid, 1, 1)[:3]
         attribute = _Attribute(_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
         attribute.value = b"\x01"
-        config = _Config(gx, gy, gz, block, 1, 1, shared, torch.cuda.current_stream().cuda_stream)
+        # Without a device torch asks the driver first whether there is any: 70 us, more than most kernels take.
+        stream = torch.cuda.current_stream(torch.cuda.current_device())
+        config = _Config(gx, gy, gz, block, 1, 1, shared, stream.cuda_stream)
         config.attributes, config.count = ctypes.pointer(attribute), int(overlap)
         _check(
             _driver().cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None),
