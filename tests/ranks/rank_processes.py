@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as sock:
         sock.bind((host, 0))
         return sock.getsockname()[1]
+
+
+def record(took: dict[int, float]) -> None:
+    """Note the seconds from a fault to each rank's end, if RANK_FAULT_TIMES names a file; a JSON object a line."""
+    if path := os.environ.get("RANK_FAULT_TIMES"):
+        test = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"test": test, "ended_s": {rank: round(s, 2) for rank, s in took.items()}}) + "\n")
 
 
 class Toy:

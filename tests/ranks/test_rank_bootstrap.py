@@ -1,6 +1,8 @@
 """How ranks find each other: mismatches, ranks that never come, strangers at the door."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -305,3 +307,9 @@ def test_a_follower_dials_from_the_address_it_is_given(meet: Callable[..., Meeti
     assert follower.host == "127.0.0.3" and leader.host == "127.0.0.1"
     leader.close()
     follower.close()
+
+
+def test_meeting_and_beating_need_no_torch() -> None:
+    """So that a small process that watches a rank can do both."""
+    code = "import sys, tfglm.ranks.bootstrap, tfglm.ranks.control; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

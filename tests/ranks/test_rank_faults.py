@@ -1,13 +1,10 @@
 """Three ranks as processes on real sockets: one is hurt, and the others end within ten seconds, naming it."""
 
-import json
-import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
-from rank_processes import Toy, Toys, free_port
+from rank_processes import Toy, Toys, free_port, record
 
 WITHIN_S = 10.0
 
@@ -16,10 +13,7 @@ def ends_of_the_others(ranks: list[Toy], hurt: int, since: float) -> dict[int, f
     """Seconds from the fault to the end of every other rank."""
     others = [toy for toy in ranks if toy.rank != hurt]
     took = {toy.rank: toy.wait_end(within_s=30) - since for toy in others}
-    if folder := os.environ.get("TFGLM_FAULT_TIMES"):
-        with Path(folder).open("a") as file:
-            test = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
-            file.write(json.dumps({"test": test, "seconds": {rank: round(t, 2) for rank, t in took.items()}}) + "\n")
+    record(took)
     return took
 
 
