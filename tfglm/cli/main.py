@@ -13,8 +13,23 @@ from tfglm import __version__
 from tfglm.errors import TfglmError
 
 # Each command is a module with `add_parser(subparsers)` that sets `run`; heavy imports happen inside `run`.
-COMMANDS = tuple(
-    "serve plan chat synth inspect quantize bench check kernels up down status logs doctor engine rank".split()
+COMMANDS = (
+    "serve",
+    "plan",
+    "chat",
+    "synth",
+    "inspect",
+    "quantize",
+    "bench",
+    "check",
+    "kernels",
+    "up",
+    "down",
+    "status",
+    "logs",
+    "doctor",
+    "engine",
+    "rank",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 import threading
 import time
@@ -100,7 +102,11 @@ def run_playbook(
             playbook=playbook,
             inventory=str(inventory),
             cmdline=arguments or None,
-            envvars={"ANSIBLE_CONFIG": str(playbooks / "ansible.cfg")},
+            # ansible-playbook lies beside this Python, in a virtual environment that nobody may have activated.
+            envvars={
+                "ANSIBLE_CONFIG": str(playbooks / "ansible.cfg"),
+                "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+            },
             quiet=True,
             event_handler=steps.put,
             cancel_callback=cancel.is_set,

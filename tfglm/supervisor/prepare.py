@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 _EVERY_S = 0.5
+_PLAN_EVERY_S = 2.0
 _TOUCH_S = 5.0
 
 Say = Callable[[str], None]
@@ -61,9 +62,11 @@ class Preparation:
 
     async def memory(self) -> None:
         """Wait until the memory plan fits this node as it is now. Raises Fatal."""
-        await self._wait(self._too_little_memory, self._cluster.limits.memory, Exit.MEMORY, "E_MEMORY")
+        await self._wait(self._too_little_memory, self._cluster.limits.memory, Exit.MEMORY, "E_MEMORY", _PLAN_EVERY_S)
 
-    async def _wait(self, lacks: Callable[[], Awaitable[str]], limit: float, exit_code: Exit, code: str) -> None:
+    async def _wait(
+        self, lacks: Callable[[], Awaitable[str]], limit: float, exit_code: Exit, code: str, every_s: float = _EVERY_S
+    ) -> None:
         began = time.monotonic()
         said = ""
         while reason := await lacks():
@@ -74,7 +77,7 @@ class Preparation:
                 log.info("waiting for %s", reason)
                 said = reason
             self._say(f"waiting for {reason}")
-            await asyncio.sleep(min(_EVERY_S, max(0.0, limit - waited)))
+            await asyncio.sleep(min(every_s, max(0.0, limit - waited)))
 
     async def _no_checkpoint(self) -> str:
         """Touching the folder is also what makes systemd mount an automount."""
