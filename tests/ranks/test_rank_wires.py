@@ -1,13 +1,17 @@
 """Every wire does the same: values of every shape and type, many gathers on end, and an end of each wait."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tfglm.errors import ConfigError, RanksError
+from tfglm.ranks.board import tcp_store
 from tfglm.ranks.control import Control, controls_in_process
 from tfglm.ranks.gloo import GlooWire
 from tfglm.ranks.inprocess import in_process_wires
@@ -193,6 +197,45 @@ def test_memory_that_is_not_rank_0s_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert controls[0].failure(5) is not None
     for control in controls:
         control.close()
+
+
+# -- where torch's groups meet
+
+
+def test_torchs_own_store_serves_a_group_that_asks_late() -> None:
+    """As NCCL does: at its first gather, when whoever opened the store has long returned."""
+    controls = controls_in_process(RANKS)
+
+    def run(rank: int) -> list[float]:
+        store = tcp_store(controls[rank], "late")
+        gc.collect()
+        time.sleep(0.1 * rank)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=20)
+        group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, RANKS, options)
+        gathered = torch.empty(RANKS)
+        group._allgather_base(gathered, torch.tensor([float(rank)])).wait()
+        controls[rank].meet("the end", 20.0)  # rank 0 serves until then
+        return gathered.tolist()
+
+    assert on_all(run) == RANKS * [[0.0, 1.0, 2.0]]
+    for control in controls:
+        control.close()
+
+
+def test_the_board_answers_for_as_long_as_its_wire_is_there() -> None:
+    wires = Wires("gloo")
+    try:
+        gc.collect()
+        wire = wires.ends[1]
+        assert isinstance(wire, GlooWire)
+        dist.PrefixStore("later", wire._board).set("key", "value")
+        other = wires.ends[2]
+        assert isinstance(other, GlooWire)
+        assert dist.PrefixStore("later", other._board).get("key") == b"value"
+    finally:
+        wires.close()
 
 
 # -- GPUs

@@ -46,7 +46,8 @@ class GlooWire:
         options._timeout = timedelta(seconds=_CONNECT_S)
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            self._group = dist.ProcessGroupGloo(Board(control, "gloo"), self.rank, self.ranks, options)
+            self._board = Board(control, "gloo")
+            self._group = dist.ProcessGroupGloo(self._board, self.rank, self.ranks, options)
         except RuntimeError as error:
             control.check()
             raise RanksError(f"rank {self.rank} cannot connect to the others from {host}: {error}") from error
