@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,9 @@ def rounds(model: CudaGlm53, launched: CudaGlm53) -> dict[str, Any]:
         draws: list[Draw | None] = [
             Draw(1.0, 0, 0.95, -math.inf, 99 + row, model.config.vocab_size) for row in range(rows)
         ]
-        found["replayed_ms"][rows] = median_ms(lambda rows=rows: window(model, rows, []))
-        found["drawn_ms"][rows] = median_ms(lambda rows=rows, draws=draws: window(model, rows, draws))
-        found["launched_ms"][rows] = median_ms(lambda rows=rows: window(launched, rows, []), 5)
+        found["replayed_ms"][rows] = median_ms(partial(window, model, rows, []))
+        found["drawn_ms"][rows] = median_ms(partial(window, model, rows, draws))
+        found["launched_ms"][rows] = median_ms(partial(window, launched, rows, []), 5)
         assert model.graphs is not None
         ready = model.graphs.find(("trunk", rows, 4096, TAPS))
         assert ready is not None

@@ -157,11 +157,11 @@ class Reply:
             return
         if request.prompt_logprobs is not None:
             self._send(PromptLogprobs(tuple(self._prompt_logprobs)))
-        token = drawn[-1] if drawn else None
+        first = drawn[-1] if drawn else None
         if request.max_tokens == 0:
             self.ended = "length"
-        elif token is not None:
-            self.taken(token)
+        elif first is not None:
+            self.taken(first)
         else:
             self.take(logits[-1])
 

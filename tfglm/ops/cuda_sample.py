@@ -105,4 +105,5 @@ class Sampler:
 
     def tokens(self, draws: Sequence[Draw | None]) -> list[int | None]:
         """What was drawn; None where nothing was to be."""
-        return [draw and token for draw, token in zip(draws, self._tokens.tolist(), strict=False)]
+        drawn = self._tokens[: len(draws)].tolist()
+        return [None if draw is None else token for draw, token in zip(draws, drawn, strict=True)]
