@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def replies(
             ended.release()
 
     for number, request in enumerate(asked, 1):
-        engine.submit(request, lambda event, name=request.id: on_event(event, name))
+        engine.submit(request, partial(on_event, name=request.id))
         if kept_pages or number == len(asked):
             for _ in range(1 if kept_pages else len(asked)):
                 assert ended.acquire(timeout=120)
