@@ -156,6 +156,7 @@ def test_steps_of_the_mtp_layer_from_graphs_are_its_launches(checkpoint: Checkpo
             checkpoint.config, source, tokens=4096, kv="fp8", dense="bf16", head="bf16", graphs=graphs
         )
         drafter = load_drafter("mtp", checkpoint, model, Settings(kv="fp8"))
+        assert drafter is not None
         prepare(model, drafter, 4096)
         if model.graphs is not None:
             assert len(model.graphs) == 2 * 16

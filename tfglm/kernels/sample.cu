@@ -208,8 +208,15 @@ __device__ __forceinline__ u32 weighted_key(const float* logits, int vocabulary,
 
 // The id of the count-th token, in ascending order, whose key is `key`; the vocabulary's size if there are no more.
 __device__ __forceinline__ int tie_id(const float* logits, int vocabulary, u32 key, u64 count) {
-    __shared__ int found;
-    if (threadIdx.x == 0) found = vocabulary;
+    __shared__ int found, ties;
+    __syncthreads();
+    if (threadIdx.x == 0) found = vocabulary, ties = 0;
+    __syncthreads();
+    each_token(logits, vocabulary, [&](int, u32 one) {
+        if (one == key) atomicAdd(&ties, 1);
+    });
+    __syncthreads();
+    if (static_cast<u64>(ties) <= count) return vocabulary;  // nearly always one: no order among them to be found
     u64 seen = 0;
     for (int base = 0; base < vocabulary && seen < count; base += CUT_THREADS) {
         const int id = base + static_cast<int>(threadIdx.x);
