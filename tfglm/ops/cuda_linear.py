@@ -19,8 +19,8 @@ _MAX_SLICES = 8
 _RING = (5, 8, 9, 8, 8)
 """Pieces in the ring of a decode kernel's warp, as in the kernel file."""
 _STAGES = 3
-_WARPS = (4, 2)
-"""Of a block of the prompt kernel: 32 weight rows each, 32 rows each."""
+_TILE_N, _TILE_R = 128, 64
+"""Of a block of the prompt kernel."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,9 @@ def _launch(
         grid = (-(-n // 16), -(-r // 16), batch)
         kernel(grid, 32 * parts, (*common, *strides), shared=parts * _ring_bytes(kind))
         return
-    tile_n, tile_r = (32 * warps for warps in _WARPS)
-    stage = tile_n // 16 * _PIECE_BYTES[kind] + (4 * tile_n if kind >= 2 else 0) + tile_r * 128
-    kernel = chained(module.kernel("linear_prompt_{}x{}".format(*_WARPS)))
-    grid = (-(-r // tile_r), -(-n // tile_n), batch)
-    kernel(grid, 32 * _WARPS[0] * _WARPS[1], (*common, parts, *strides), shared=_STAGES * stage)
+    stage = _TILE_N // 16 * _PIECE_BYTES[kind] + (4 * _TILE_N if kind >= 2 else 0) + _TILE_R * 128
+    grid = (-(-r // _TILE_R), -(-n // _TILE_N), batch)
+    chained(module.kernel("linear_prompt"))(grid, 256, (*common, parts, *strides), shared=_STAGES * stage)
 
 
 def _ring_bytes(kind: int) -> int:
