@@ -21,7 +21,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture(scope="module")
 def triangle() -> Iterator[list[str]]:
-    """Port p0 of each machine is cabled to port p1 of the next; every port is off, as on a machine fresh from the box."""
+    """Port p0 of each machine is cabled to port p1 of the next; every port is off, as on a new machine."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("needs root and ip to make network namespaces")
     try:
