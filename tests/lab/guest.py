@@ -20,7 +20,7 @@ SSH = [
 
 
 class Guest:
-    """Guest number `index`. Its disk is what it wrote over the shared image, and lasts from one power cycle to the next."""
+    """Guest number `index`. Its disk is what it wrote over the shared image, and lasts over power cycles."""
 
     def __init__(self, index: int, image: Path, folder: Path, memory: str) -> None:
         self.index, self.image, self.folder, self.memory = index, image, folder, memory

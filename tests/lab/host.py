@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfglm-lab"
-"""Survives the working tree: guest images are minutes of work, and contain a throwaway key that no repository may see."""
+"""Outlives the working tree: an image is minutes of work, and has a throwaway key in it that no repository may see."""
 
 PACKAGES = {
     "linux.uml": "user-mode-linux",
@@ -45,24 +46,34 @@ def missing() -> str:
 
 
 def run(
-    command: Sequence[str | Path], limit: float, env: Mapping[str, str] | None = None, check: bool = True, stdin: str = ""
+    command: Sequence[str | Path],
+    limit: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+    stdin: str = "",
+    log: Path | None = None,
 ) -> str:
-    """Standard output and error of a command that gets `limit` seconds. Raises LabError, with the last lines it said."""
+    """Standard output and error of a command that gets `limit` seconds; log: where to watch them come. Raises LabError,
+    with the last of what it said."""
     words = [str(word) for word in command]
-    try:
-        done = subprocess.run(
-            words,
-            input=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=limit,
-            env={**os.environ, **(env or {})},
-        )
-    except subprocess.TimeoutExpired as late:
-        said = late.output.decode(errors="replace") if isinstance(late.output, bytes) else late.output or ""
-        raise LabError(f"{' '.join(words)[:200]} took longer than {limit:.0f} s: {said[-2000:]}") from late
-    if check and done.returncode:
-        raise LabError(f"{' '.join(words)[:200]} ended with {done.returncode}: {done.stdout[-3000:]}")
-    return done.stdout
+    with log.open("w+") if log else tempfile.TemporaryFile("w+", errors="replace") as output:
+        try:
+            code = subprocess.run(
+                words,
+                input=stdin,
+                stdout=output,
+                stderr=output,
+                text=True,
+                timeout=limit,
+                env={**os.environ, **(env or {})},
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        output.seek(0)
+        said = output.read()
+    if code is None:
+        raise LabError(f"{' '.join(words)[:200]} took longer than {limit:.0f} s: {said[-2000:]}")
+    if check and code:
+        raise LabError(f"{' '.join(words)[:200]} ended with {code}: {said[-3000:]}")
+    return said

@@ -1,5 +1,5 @@
-"""The guests' disk image: Debian by mmdebstrap, tfglm's dependencies in a virtual environment, a Spark's oddities. Built
-once for what goes into it, and kept."""
+"""The guests' disk image: Debian by mmdebstrap, tfglm's dependencies in a virtual environment, a Spark's oddities.
+Built once for what goes into it, and kept."""
 
 from __future__ import annotations
 
@@ -12,20 +12,30 @@ import tomllib
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 from host import CACHE, ROOT, LabError, run
+from packaging.requirements import Requirement
 from wiring import address
 
 DEBIAN = (
-    *("systemd", "systemd-sysv", "dbus", "udev", "libpam-systemd", "openssh-server", "sudo", "kmod", "procps", "netbase"),
+    *(
+        "systemd",
+        "systemd-sysv",
+        "dbus",
+        "udev",
+        "libpam-systemd",
+        "openssh-server",
+        "sudo",
+        "kmod",
+        "procps",
+        "netbase",
+    ),
     *("python3", "python3-venv", "iproute2", "iputils-ping", "ethtool", "netplan.io", "ca-certificates"),
     *("nfs-kernel-server", "nfs-common", "docker.io", "iptables", "earlyoom"),
 )
 FILES = Path(__file__).parent / "guest"
 """What a guest has beside Debian; setup.sh is run in its root."""
 VENV = "opt/tfglm/venv"
-UNUSED = ("torch/include", "torch/test", "torch/lib/libtorch_test")
+UNUSED = ("torch/include/", "torch/test/", "torch/lib/libtorch_test")
 SPARE = 2 << 30
 """Bytes of a guest's disk that are free."""
 
@@ -64,7 +74,11 @@ def _suite() -> str:
 
 def _system(target: Path) -> None:
     """The root filesystem, from the package sources that this machine itself uses."""
-    sources = [path for path in (Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list")) if path.exists()]
+    sources = [
+        path
+        for path in (Path("/etc/apt/sources.list.d/debian.sources"), Path("/etc/apt/sources.list"))
+        if path.exists()
+    ]
     if not sources:
         raise LabError("neither /etc/apt/sources.list.d/debian.sources nor /etc/apt/sources.list is there")
     left_out = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("man", "doc", "locale")]
@@ -121,8 +135,8 @@ def _kernel_modules(tree: Path) -> None:
 
 
 def _environment(tree: Path, packages: list[Distribution]) -> None:
-    """What tfglm needs, in the environment that the playbook will find complete: guests cannot reach an index. tfglm itself
-    is left to the playbook."""
+    """What tfglm needs, in the environment that the playbook will find complete: guests cannot reach an index. tfglm
+    itself is left to the playbook."""
     run(["chroot", tree, "python3", "-m", "venv", f"/{VENV}"], 300)
     library = next((tree / VENV / "lib").iterdir())
     own = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -2,16 +2,14 @@
 
     lab.py [--hold] [STEP ...]
 
-Everything happens in a network and process namespace of its own, which ends with this program, guests and all. --hold leaves
-the guests up until the program is ended; meanwhile another `lab.py STEP ...` runs steps on them.
+Everything happens in a network and process namespace of its own, which ends with this program, guests and all. --hold
+leaves the guests up until the program is ended; meanwhile another `lab.py STEP ...` runs steps on them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import scenario
+from cluster import Lab
 from host import ROOT, LabError, missing
 
 FOLDER = ROOT / "build/lab"
@@ -69,12 +68,12 @@ def _holder() -> str:
 
 def _steps(names: list[str], hold: bool) -> int:
     """Run the steps in order, report each, and end at the first that the others stand on."""
-    lab = scenario.Lab(FOLDER)
+    lab = Lab(FOLDER)
     outcomes: dict[str, str] = {}
     figures: dict[str, object] = {}
     began = time.monotonic()
     for name in names:
-        step: Callable[[scenario.Lab], dict[str, object]] = scenario.STEPS[name]
+        step: Callable[[Lab], dict[str, object]] = scenario.STEPS[name]
         print(f"lab: {name} ...", flush=True)
         start = time.monotonic()
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -22,12 +21,15 @@ VARIABLES: dict[str, object] = {
     "ansible_python_interpreter": "/usr/bin/python3",
     "ansible_ssh_private_key_file": str(KEY),
     "ansible_ssh_common_args": "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null",
-    # What a fake Spark lacks: the processor, the GPU, docker's images, RDMA devices, much memory.
+    # What a fake Spark lacks: the processor, the GPU, docker's images, much memory.
     "tfglm_arch": "x86_64",
     "tfglm_gpu": "none",
     "tfglm_runtime": "venv",
-    "tfglm_netdevs": list(PORTS),
     "tfglm_fabric_mode": "manage",
+    "tfglm_links": [
+        {"a": f"spark{a}", "a_port": PORTS[0], "b": f"spark{b}", "b_port": PORTS[1]}
+        for a, b in ((0, 1), (1, 2), (2, 0))
+    ],
     "tfglm_packages": False,
     "tfglm_checkpoint": CHECKPOINT,
     "tfglm_smoke_expect": "",
@@ -39,6 +41,8 @@ VARIABLES: dict[str, object] = {
     "tfglm_guard_gib": 0.15,
     "tfglm_host": "0.0.0.0",
     "tfglm_wait_s": 900,
+    # Faults come quicker than in a cluster's life: a start that served for a moment does not count as failed.
+    "tfglm_limits": {"stable": 3.0, "backoff": 2.0},
 }
 _RECAP = re.compile(r"^(\S+)\s+: ok=(\d+)\s+changed=(\d+)\s+unreachable=(\d+)\s+failed=(\d+)", re.MULTILINE)
 
@@ -54,7 +58,7 @@ class Play:
 
 class Playbooks:
     def __init__(self, guests: list[Guest], folder: Path) -> None:
-        self._inventory, self._logs = folder / "inventory.ini", folder
+        self._inventory, self._logs, self._count = folder / "inventory.ini", folder, 0
         hosts = "\n".join(f"{guest.name} ansible_host={guest.address}" for guest in guests)
         variables = "\n".join(f"{name}={value!r}" for name, value in VARIABLES.items())
         self._inventory.write_text(f"[sparks]\n{hosts}\n\n[sparks:vars]\n{variables}\n")
@@ -62,19 +66,15 @@ class Playbooks:
     def run(self, name: str, *arguments: str, limit: float = 1500, fails: bool = False) -> Play:
         """Run a playbook. fails: it has to refuse, and LabError is for one that does not."""
         began = time.monotonic()
-        log = self._logs / f"{name}.log"
-        said = run(
-            [Path(sys.executable).with_name("ansible-playbook"), "-i", self._inventory, ROOT / "playbooks" / f"{name}.yml"]
-            + list(arguments),
-            limit,
-            env={"ANSIBLE_CONFIG": str(ROOT / "playbooks/ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "HOME": os.environ["HOME"]},
-            check=False,
-        )
-        with log.open("a") as kept:
-            kept.write(said)
+        program = Path(sys.executable).with_name("ansible-playbook")
+        command = [program, "-i", self._inventory, ROOT / "playbooks" / f"{name}.yml", *arguments]
+        settings = {"ANSIBLE_CONFIG": str(ROOT / "playbooks/ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+        self._count += 1
+        log = self._logs / f"play{self._count:02}-{name}.log"
+        said = run(command, limit, env=settings, check=False, log=log)
         recap = _RECAP.findall(said)
         failed = not recap or any(int(host[3]) + int(host[4]) for host in recap)
         if failed != fails:
             wanted = "refused nothing" if fails else "failed"
             raise LabError(f"{name}.yml {wanted}; {log} has all of it:\n{said[-3000:]}")
-        return Play(time.monotonic() - began, {host[0]: int(host[2]) for host in recap}, said)
+        return Play(round(time.monotonic() - began, 1), {host[0]: int(host[2]) for host in recap}, said)

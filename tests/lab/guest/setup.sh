@@ -34,6 +34,9 @@ for port in enp1s0f0np0 enp1s0f1np1; do
 done
 
 install -m 755 /lab/nvidia-smi /usr/bin/nvidia-smi
+install -m 755 /lab/lab-rdma /usr/local/sbin/lab-rdma
+install -m 644 /lab/lab-rdma.service /etc/systemd/system/lab-rdma.service
+systemctl --quiet enable lab-rdma
 
 # Docker's chains need the legacy tables: this kernel has nf_tables, but not every piece of it.
 update-alternatives --set iptables /usr/sbin/iptables-legacy >/dev/null
