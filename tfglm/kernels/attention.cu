@@ -15,6 +15,11 @@
 // Both give a row the same bits. merge_chunks and attend_rows can also give each head's logarithm of the sum of exponentials, which is
 // what merging with other parts of the context needs.
 //
+// What binds it. H200, 22 heads, fp8: 2,048 rows of 2,048 keys take 2.2 ms, 4,000 cycles a tile: a warp issues 500 instructions a tile,
+// four warps share a scheduler, and half of its slots go idle on shared memory's latency (28 % of the samples), fixed latencies (21 %)
+// and barriers (11 %); tensor instructions alone would take about 800 cycles. Registers (128) keep addresses from staying in them.
+// One row takes 14 us, mostly latencies in sequence. Chunks of 64 instead of 128 gain 5 us at one row and lose 10 at 16.
+//
 // KV: tfglm/formats/latent.py's formats 0 bf16, 1 fp8, 2 fp4, 3 fp4x. LATENT <= 512 and ROTARY multiples of 16.
 // HEAD_TILES: groups of 8 heads a block, at most 3.
 //! variant: KV=0 LATENT=512 ROTARY=64 HEAD_TILES=3
