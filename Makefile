@@ -11,7 +11,7 @@ TINY := build/tiny
 MODEL ?= $(TINY)
 TESTS ?= tests
 
-.PHONY: serve test lint kernels clean
+.PHONY: serve test lint kernels provision-check clean
 
 serve: $(VENV)/.installed $(if $(filter-out $(TINY),$(MODEL)),,$(TINY)/config.json)
 	$(BIN)/tfglm serve "$(patsubst ~/%,$(HOME)/%,$(MODEL))" --host "$(HOST)" --port "$(PORT)"
@@ -30,6 +30,19 @@ lint: $(VENV)/.installed-dev
 
 $(TINY)/config.json: $(VENV)/.installed
 	$(BIN)/tfglm synth $(TINY) --preset tiny --seed 0 --force
+
+# Lint, syntax and the provisioning tests, with Ansible in an environment of its own. Plays run on three fake machines made of
+# namespaces, as root; elsewhere those tests are skipped.
+PROVISION := build/provision
+provision-check: $(VENV)/.installed-dev $(PROVISION)/.installed
+	cd playbooks && PATH="$(CURDIR)/$(PROVISION)/bin:$$PATH" ansible-lint --offline --project-dir .. ../playbooks ../roles
+	TFGLM_TEST_VENV="$(CURDIR)/$(VENV)" $(PROVISION)/bin/python -m pytest -p no:cacheprovider tests/provision
+
+$(PROVISION)/.installed: pyproject.toml | $(BIN)/pip
+	"$(PYTHON)" -m venv $(PROVISION)
+	$(PROVISION)/bin/python -m pip install --quiet --disable-pip-version-check $$($(BIN)/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["provision-dev"], sep="\n")')
+	@touch $@
 
 # pip comes last into a virtual environment: one that was interrupted is made again.
 $(BIN)/pip:
