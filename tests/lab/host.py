@@ -39,10 +39,16 @@ def missing() -> str:
         return f"guests are User-mode Linux, which Debian has for x86_64, not {os.uname().machine}"
     if not shutil.which("apt-get"):
         return "needs Debian: guests are built from its packages"
-    absent = sorted({package for command, package in PACKAGES.items() if not shutil.which(command)})
-    if absent:
-        return f"needs Debian packages: apt-get install --no-install-recommends {' '.join(absent)}"
+    if not shutil.which("ansible-playbook"):
+        return "needs ansible-playbook on the path, as `make lab` puts it there"
+    if absent():
+        return f"needs Debian packages: apt-get install --no-install-recommends {' '.join(absent())}"
     return ""
+
+
+def absent() -> list[str]:
+    """Debian packages that the lab lacks."""
+    return sorted({package for command, package in PACKAGES.items() if not shutil.which(command)})
 
 
 def run(

@@ -142,6 +142,8 @@ def _environment(tree: Path, packages: list[Distribution]) -> None:
     own = f"python{sys.version_info.major}.{sys.version_info.minor}"
     if library.name != own:
         raise LabError(f"guests have {library.name}, and take their packages from this environment, which has {own}")
+    for own_of_venv in [*library.glob("site-packages/setuptools*"), library / "site-packages/pkg_resources"]:
+        shutil.rmtree(own_of_venv)  # else there are two versions of it
     for package in packages:
         for file in package.files or []:
             source = Path(str(package.locate_file(file)))

@@ -1,6 +1,6 @@
 """Three fake Sparks, provisioned by the playbooks and put through the faults of a cluster's life; `make lab` runs it.
 
-    lab.py [--hold] [STEP ...]
+    lab.py [--hold] [--limit SECONDS] [STEP ...]
 
 Everything happens in a network and process namespace of its own, which ends with this program, guests and all. --hold
 leaves the guests up until the program is ended; meanwhile another `lab.py STEP ...` runs steps on them.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import scenario
 from cluster import Lab
-from host import ROOT, LabError, missing
+from host import ROOT, LabError, absent, missing
 
 FOLDER = ROOT / "build/lab"
 HOLDER = FOLDER / "pid"
@@ -28,9 +28,14 @@ HOLDER = FOLDER / "pid"
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hold", action="store_true", help="leave the guests up until this is ended")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="begin no step after so many seconds")
+    parser.add_argument("--packages", action="store_true", help="name the Debian packages that are missing, and end")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("steps", nargs="*", choices=[*scenario.STEPS, []], help="all of them, unless some are named")
     given = parser.parse_args()
+    if given.packages:
+        print(" ".join(absent()))
+        return 0
     reason = missing()
     if reason:
         print(f"lab: skipped: {reason}")
@@ -38,7 +43,7 @@ def main() -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not given.inside:
         return _enter()
-    return _steps(given.steps or list(scenario.STEPS), given.hold)
+    return _steps(given.steps or list(scenario.STEPS), given.hold, given.limit)
 
 
 def _enter() -> int:
@@ -66,13 +71,19 @@ def _holder() -> str:
     return pid if pid and Path(f"/proc/{pid}").exists() else ""
 
 
-def _steps(names: list[str], hold: bool) -> int:
-    """Run the steps in order, report each, and end at the first that the others stand on."""
+def _steps(names: list[str], hold: bool, limit: float) -> int:
+    """Run the steps in order, report each, and end at the first failure that leaves nothing to go on with."""
+    # The first process of a namespace is not ended by a signal that it does not handle.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(1))
     lab = Lab(FOLDER)
     outcomes: dict[str, str] = {}
     figures: dict[str, object] = {}
     began = time.monotonic()
     for name in names:
+        if time.monotonic() - began > limit:
+            print(f"lab: {name} and what follows it skipped: {limit:.0f} s are over", flush=True)
+            break
         step: Callable[[Lab], dict[str, object]] = scenario.STEPS[name]
         print(f"lab: {name} ...", flush=True)
         start = time.monotonic()

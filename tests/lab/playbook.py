@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ VARIABLES: dict[str, object] = {
         for a, b in ((0, 1), (1, 2), (2, 0))
     ],
     "tfglm_packages": False,
+    "tfglm_pip_args": "--no-index",
     "tfglm_checkpoint": CHECKPOINT,
     "tfglm_smoke_expect": "",
     "tfglm_smoke_tokens": 24,
@@ -66,8 +66,13 @@ class Playbooks:
     def run(self, name: str, *arguments: str, limit: float = 1500, fails: bool = False) -> Play:
         """Run a playbook. fails: it has to refuse, and LabError is for one that does not."""
         began = time.monotonic()
-        program = Path(sys.executable).with_name("ansible-playbook")
-        command = [program, "-i", self._inventory, ROOT / "playbooks" / f"{name}.yml", *arguments]
+        command: list[str | Path] = [
+            "ansible-playbook",
+            "-i",
+            self._inventory,
+            ROOT / "playbooks" / f"{name}.yml",
+            *arguments,
+        ]
         settings = {"ANSIBLE_CONFIG": str(ROOT / "playbooks/ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
         self._count += 1
         log = self._logs / f"play{self._count:02}-{name}.log"
