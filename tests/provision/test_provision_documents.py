@@ -59,6 +59,20 @@ def test_the_command_line_is_the_engines() -> None:
     assert "TFGLM_CONTEXT=4096" in line
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "mount", "source"),
+    [
+        ("/home/u/hf/hub/models--a--b/snapshots/0", "", "/home/u/hf"),
+        ("/home/u/hf/hub/models--a--b/snapshots/0", "/home/u/hf", "/home/u/hf"),
+        ("/srv/models/tiny", "", "/srv/models/tiny"),
+    ],
+)
+def test_a_container_sees_what_a_snapshot_links_to(checkpoint: str, mount: str, source: str) -> None:
+    document = cluster(runtime="docker", docker={"image": "x"}) | {"checkpoint": checkpoint}
+    node = provision.node_document(document, "s0", MEMBERS, RAILS, PORTS, mount)
+    assert f"--volume {source}:{source}:ro" in provision.command_line(document, node, PORTS)
+
+
 def test_every_setting_can_be_given_and_its_range_holds() -> None:
     for f in dataclasses.fields(Settings):
         if f.name in provision.NOT_VARIABLES or f.name == "api_key":

@@ -125,8 +125,11 @@ class Runtime:
         return [*argv, "--entrypoint", entry, docker.image, *rest, *words]
 
     def _checkpoint_volume(self) -> list[str]:
-        """The mount that holds the checkpoint, or its folder: read-only, under the same path."""
-        source = self.node.mount or self.cluster.checkpoint
+        """The mount that holds the checkpoint, or its folder: read-only, under the same path. A snapshot in a Hugging
+        Face cache is links to elsewhere in that cache, which a container needs as a whole."""
+        path = Path(self.cluster.checkpoint)
+        cache = next((folder.parent.parent for folder in path.parents if folder.name.startswith("models--")), path)
+        source = self.node.mount or cache
         return ["--volume", f"{source}:{source}:ro"]
 
 
