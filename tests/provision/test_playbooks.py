@@ -189,6 +189,56 @@ def test_a_wrong_cable_is_named(machines: FakeMachines) -> None:
     assert "E_FABRIC: spark1 p1 should reach spark2 but reaches spark0" in " ".join(done.stdout.split())
 
 
+HUB = """
+import http.server, json
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        gated = "/org/gated" in self.path
+        known = {"secret": 401, "away": 500}
+        code = next((code for name, code in known.items() if f"/org/{name}" in self.path), 200)
+        code = 403 if gated and "/resolve/" in self.path else code
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps({"siblings": [{"rfilename": "x", "size": 2**60, "blobId": "0"}]}).encode())
+    def log_message(self, *words): pass
+http.server.HTTPServer(("127.0.0.1", 8099), Hub).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "said"),
+    [
+        ("org/open", "main", "E_CONFIG: the revision of org/open is main; it takes the 40 digits of a commit"),
+        ("org/gated", "a" * 40, "E_CHECKPOINT: the token's account may not read org/gated (403)"),
+        (
+            "org/secret",
+            "a" * 40,
+            "E_CHECKPOINT: the Hub does not accept a request without a token for org/secret (401)",
+        ),
+        ("org/open", "a" * 40, "org/open needs 1073741824.0 more, and 1 stay free"),
+        ("org/away", "a" * 40, "E_CHECKPOINT: http://127.0.0.1:8099 answers with 500"),
+    ],
+)
+def test_what_cannot_be_downloaded_is_explained(machines: FakeMachines, model: str, revision: str, said: str) -> None:
+    hub = subprocess.Popen(["ip", "netns", "exec", machines.netns[0], sys.executable, "-c", HUB])
+    try:
+        done = machines.play(
+            "download",
+            tfglm_checkpoint="",
+            tfglm_model_id=model,
+            tfglm_model_revision=revision,
+            tfglm_hf_home="/srv/hf",
+            tfglm_hf_endpoint="http://127.0.0.1:8099",
+            tfglm_keep_free_gib=1,
+        )
+    finally:
+        hub.kill()
+        hub.wait()
+    assert done.returncode != 0
+    assert said in " ".join(done.stdout.split()), done.stdout[-3000:]
+
+
 def test_start_does_not_wait_for_single_ranks_and_stop_stops_them(machines: FakeMachines) -> None:
     log = machines.root("spark2") / "var/lib/stub-systemd/log"
     log.write_text("")
