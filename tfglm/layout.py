@@ -76,8 +76,9 @@ class Placement(Enum):
     BY_EXPERT = "expert"
 
 
-PLACEMENT = Placement.BY_LAYER
-"""The one that models are loaded and planned with."""
+PLACEMENT = Placement.BY_EXPERT
+"""The one that models are loaded and planned with: on the slowest of three ranks the experts of GLM-5.3 take a tenth
+less time than by layer (benchmarks/results/exl3_placement_h200.json)."""
 
 
 def run_of(size: int, unit: int, ranks: int, rank: int, first_larger: int = 0) -> tuple[int, int]:

@@ -54,7 +54,8 @@ class Settings:
     threads: int = _setting(0, "CPU threads of the forward pass; 0 takes one a core", low=0, high=1024)
     context: int = _setting(
         0,
-        "window of one request, prompt + reply, in tokens; 0 takes the largest that fits, up to 131072",
+        "window of one request, prompt + reply, in tokens; 0 takes the largest that fits (on a CPU up to 131072) and "
+        "keeps it for later starts",
         low=0,
         high=1048576,
         commands=_BOTH,
@@ -165,7 +166,8 @@ class Settings:
     )
     wire: str = _setting(
         "auto",
-        "what tensors travel through between ranks; auto is nccl between GPUs, on one machine shared memory, else gloo",
+        "what tensors travel through between ranks; auto is shared memory on one machine, else gloo; nccl is for GPUs "
+        "and has not been run with success yet",
         choices=("auto", "shared", "gloo", "nccl"),
     )
     rank_join_s: float = _setting(300.0, "seconds within which all ranks must have joined", low=1, high=86400)
@@ -177,7 +179,7 @@ class Settings:
         300.0, "seconds within which a rank that is alive must have done its part of a forward", low=1, high=86400
     )
     cp: bool = _setting(
-        False, "context parallel: each rank caches every ranks-th token, for one request at a time", commands=_PLAN
+        False, "context parallel: each rank caches every ranks-th token, so that windows grow", commands=_BOTH
     )
     dense: str = _setting(
         "bf16",

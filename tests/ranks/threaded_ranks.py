@@ -65,6 +65,10 @@ class ThreadGroup:
         padded = torch.constant_pad_nd(part, (0, max(widths) - part.shape[1]))
         return torch.cat([piece[:, :width] for piece, width in zip(self.gather(padded), widths, strict=True)], dim=1)
 
+    def check(self) -> None:
+        if self._meeting.reason:
+            raise RanksError(self._meeting.reason)
+
     def abort(self, reason: str) -> None:
         self._meeting.reason = reason
         self._meeting.barrier.abort()

@@ -7,6 +7,7 @@ import queue
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # SERVER_DEVICE=cuda runs the suite against servers on a GPU.
 DEVICE = {"TFGLM_DEVICE": os.environ.get("SERVER_DEVICE", "cpu")}
+STATE = tempfile.mkdtemp(prefix="tfglm-state-")
 
 
 class ServerProcess:
@@ -30,7 +32,14 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env={**clean, **DEVICE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **(environ or {})},
+            env={
+                **clean,
+                **DEVICE,
+                "XDG_STATE_HOME": STATE,
+                "PYTHONPATH": path,
+                "PYTHONUNBUFFERED": "1",
+                **(environ or {}),
+            },
         )
         self.lines: list[str] = []
         self._fresh: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -135,3 +135,21 @@ def test_stdout_that_nobody_reads_is_no_reason_to_stop(folder: Path) -> None:
 def test_verbose_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="E_CHECKPOINT"):
         main(["--verbose", "serve", str(tmp_path / "none"), "--port", "0"])
+
+
+def test_a_window_that_nobody_asked_for_is_kept_for_the_next_start(checkpoint: Path, tmp_path: Path) -> None:
+    """Free memory differs from start to start; the window that clients have learnt does not."""
+    flags = ("--port", "0", "--threads", "1", "--parallel", "1")
+
+    def window(*more: str) -> int:
+        environ = {"XDG_STATE_HOME": str(tmp_path)}
+        with ServerProcess("-m", "tfglm.cli.main", "serve", checkpoint, *flags, *more, environ=environ) as server:
+            return int(server.wait_for(r"window (\d+) tokens"))
+
+    assert window() == 8192
+    kept = tmp_path / "tfglm" / "windows.json"
+    [key] = json.loads(kept.read_text())
+    kept.write_text(json.dumps({key: 2048}))
+    assert window() == 2048
+    assert window("--kept-gib", "0.5") == 8192  # other settings, another window
+    assert window("--context", "1024") == 1024

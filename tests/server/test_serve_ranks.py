@@ -192,7 +192,7 @@ def test_too_little_memory_on_the_ranks(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("serve", "--ranks", "2", "--drafter", "dspark", "--drafter-path", "/none"), "--drafter"),
+        (("serve", "--ranks", "2", "--drafter", "dspark", "--drafter-path", "/none"), "/none/config.json does not exist"),
         (("engine", "--ranks", "2", "--rank", "2", "--leader", "localhost:1"), "ranks count from 0"),
         (("engine", "--ranks", "2", "--rank", "1"), "--leader is ''; it takes HOST:PORT"),
     ],
@@ -287,3 +287,23 @@ def test_ranks_end_with_a_leader_that_is_killed(checkpoint: Path) -> None:
         assert len(pids) == 2
         server.send(signal.SIGKILL)
         assert gone(pids)
+
+
+@on_cpu
+@pytest.mark.parametrize("cp", ["0", "1"])
+def test_three_ranks_draft_and_resume_after_a_restart(cp: str, checkpoint: Path, tmp_path: Path) -> None:
+    """MTP and copies over ranks, and a disk of every rank: drafted, serial and resumed replies are one reply."""
+    flags = ("--ranks", "3", "--cp", cp, "--port", "0", "--threads", "1", "--context", "4096", "--parallel", "2")
+    disk = ("--disk-cache", str(tmp_path), "--disk-keep-free-gib", "0", "--kept-gib", "0.05")
+    wanted: dict[str, Any] = {"prompt": TEXT, "max_tokens": 24, "seed": 5, "temperature": 1.0}
+    replies = []
+    for draft in (True, False):
+        with ServerProcess(*SERVE, str(checkpoint), *flags, *disk) as server:
+            url = serving(server)
+            replies.append(complete(url, **wanted, extra_body={"draft": draft, "ignore_eos": True}))
+    assert replies[0].choices[0].text == replies[1].choices[0].text
+    pages = [len(list((tmp_path / f"rank{rank}of3").glob("*.page"))) for rank in range(3)]
+    assert pages[0] > 0 and pages == [pages[0]] * 3
+    assert replies[0].usage.prompt_tokens_details.cached_tokens == 0
+    whole = 256 * (3 if cp == "1" else 1)
+    assert replies[1].usage.prompt_tokens_details.cached_tokens >= whole

@@ -139,7 +139,6 @@ def test_a_refusal_names_rank_shortfall_window_and_what_settings_buy(full: Inven
     ("changes", "message"),
     [
         ({"ranks": 1}, "--ranks 2 or more"),
-        ({"parallel": 2}, "--parallel is 2"),
         ({"guard_gib": 4.0}, "must be below the floor"),
     ],
 )

@@ -39,10 +39,9 @@ def run(args: argparse.Namespace) -> int:
     leader = _address(settings.leader)
     if settings.rank == 0:
         return serve_model(args.path, settings, Elsewhere(leader))
-    from tfglm.engine.spread import check, follow
+    from tfglm.engine.spread import follow
 
     settings = chosen(settings, one_machine=args.parent is not None)
-    check(settings)
     follow(args.path, settings, leader)
     return 0
 

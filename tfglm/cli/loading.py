@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from tfglm.cache.identity import checkpoint_digest
 from tfglm.checkpoint.config import GenerationDefaults
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.cli.serving import Session
+from tfglm.drafts.base import Drafter
 from tfglm.drafts.choose import load_drafter, measured_costs, prepare
 from tfglm.drafts.copy import CopyCorpus
 from tfglm.drafts.costs import TEXT, Costs
@@ -28,8 +30,10 @@ from tfglm.engine.keep import prompt_states
 from tfglm.engine.spread import Leader
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.errors import CheckpointError, ConfigError
+from tfglm.memory.info import read_memory
 from tfglm.memory.inventory import Inventory
-from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, Plan, make_plan, require
+from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, LARGEST_DEFAULT_CONTEXT, Plan, make_plan, require
+from tfglm.memory.window import settle_window, window_key
 from tfglm.models import glm53
 from tfglm.models.taps import Taps
 from tfglm.server.info import ModelInfo
@@ -39,6 +43,9 @@ from tfglm.server.template import ChatTemplate
 from tfglm.settings import Settings
 
 log = logging.getLogger("tfglm.serve")
+
+_BESIDE_THE_WINDOW = {"host", "port", "api_key", "served_name", "leader", "log_level", "seed_salt", "draft_trace"}
+"""Settings that no window depends on."""
 
 
 def load(checkpoint: Checkpoint, settings: Settings, session: Session) -> Served:
@@ -58,8 +65,12 @@ def load(checkpoint: Checkpoint, settings: Settings, session: Session) -> Served
     settings = dataclasses.replace(settings, context=plan.context)
     greeting(tokenizer, template, plan.context)  # a window too small for any chat is found before minutes of loading
     model = _model(checkpoint, plan, settings, session.leader)
-    drafting = _drafting(drafter_kind(settings, checkpoint.config), checkpoint, model, tokenizer, settings)
-    states = prompt_states(path, model, plan.kept_pages, settings, drafting.planes if drafting else ())
+    kind = drafter_kind(settings, checkpoint.config)
+    drafter = load_drafter(kind, checkpoint, model, settings)
+    states = prompt_states(path, model, plan.kept_pages, settings, drafter.planes if drafter else ())
+    if session.leader:
+        session.leader.loaded()
+    drafting = _drafting(kind, drafter, model, tokenizer, settings)
     session.engine = engine = Engine(model, tokenizer, settings, eos, drafting, states)
     engine.start()
     return Served(engine, tokenizer, template, ModelInfo(name, plan.context, defaults))
@@ -84,6 +95,9 @@ def _checked_plan(checkpoint: Checkpoint, settings: Settings, budgets: Sequence[
     bits = {name: linear.bits for name, linear in checkpoint.linears.items()}
     inventory = Inventory(checkpoint.path.resolve().name, checkpoint.config, bits)
     plan = make_plan(inventory, settings, budgets)
+    if not settings.context and plan.largest:
+        window = _kept_window(checkpoint, settings, plan.largest)
+        plan = make_plan(inventory, dataclasses.replace(settings, context=window), budgets)
     if settings.context > plan.context:
         log.warning(
             "W_CONTEXT: --context is %d; the model was made for %d, which is the window now",
@@ -94,13 +108,23 @@ def _checked_plan(checkpoint: Checkpoint, settings: Settings, budgets: Sequence[
     return plan
 
 
+def _kept_window(checkpoint: Checkpoint, settings: Settings, largest: int) -> int:
+    """The window where none is asked for: that of earlier starts with the same settings, checkpoint and memory. On a
+    GPU all that fits; on a CPU, which is seldom there for a model alone, no more than LARGEST_DEFAULT_CONTEXT."""
+    own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name not in _BESIDE_THE_WINDOW}
+    facts = {**own, "checkpoint": checkpoint_digest(checkpoint.path), "memory": read_memory().total}
+    longest = checkpoint.config.max_position_embeddings
+    limit = longest if settings.device == "cuda" else min(LARGEST_DEFAULT_CONTEXT, longest)
+    return settle_window(window_key(facts), largest, limit)
+
+
 def _model(checkpoint: Checkpoint, plan: Plan, settings: Settings, leader: Leader | None) -> glm53.Glm53:
-    """The model, or this rank's part of it once all have loaded theirs."""
+    """The model, or this rank's part of it; the others load theirs."""
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("load", total=checkpoint.nbytes, name=checkpoint.path.name)
-        model = glm53.load_model(
+        return glm53.load_model(
             checkpoint,
             tokens=plan.tokens,
             device=settings.device,
@@ -108,27 +132,24 @@ def _model(checkpoint: Checkpoint, plan: Plan, settings: Settings, leader: Leade
             dense=settings.dense,
             head=settings.head,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-            group=leader.open(plan.tokens) if leader else None,
+            group=leader.open(plan.tokens, plan.kept_pages) if leader else None,
+            cp=settings.cp,
         )
-    if leader:
-        leader.loaded()
-    return model
 
 
 def _drafting(
-    kind: str, checkpoint: Checkpoint, model: glm53.Glm53, tokenizer: Tokenizer, settings: Settings
+    kind: str, drafter: Drafter | None, model: glm53.Glm53, tokenizer: Tokenizer, settings: Settings
 ) -> Drafting | None:
-    """The drafter, loaded, and windows timed; None when nothing is to be drafted."""
+    """Windows timed and the policy made of it; None when nothing is to be drafted."""
     if settings.draft_trace:
-        tracing = TracingDrafter(load_drafter(kind, checkpoint, model, settings), Path(settings.draft_trace))
+        tracing = TracingDrafter(drafter, Path(settings.draft_trace))
         model.prepare(settings.parallel, settings.context, tracing.taps)
         nothing = Policy(Costs((1.0,)))
         speculator = Speculator(tracing, nothing, copy=False, vocab_size=tokenizer.vocab_size)
         return Drafting(speculator, settings.draft_noise)
-    if kind == "none" and not settings.copy:
+    if drafter is None and not settings.copy:
         model.prepare(settings.parallel, settings.context, Taps())
         return None
-    drafter = load_drafter(kind, checkpoint, model, settings)
     prepare(model, drafter, settings.context)
     costs = measured_costs(model, drafter, tokenizer.encode(TEXT))
     log.info(

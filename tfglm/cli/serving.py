@@ -108,11 +108,10 @@ def serve_model(path: Path, settings: Settings, others: OtherRanks | None) -> in
         # Imported after the port is taken: torch needs seconds, and a busy port should be reported at once.
         from tfglm.checkpoint.store import Checkpoint
         from tfglm.cli.loading import load
-        from tfglm.engine.spread import Leader, check
+        from tfglm.engine.spread import Leader
 
         settings = chosen(settings, one_machine=others is not None and others.one_machine)
         with Checkpoint.open(path) as checkpoint:
-            check(settings)
             if others is not None:
                 session.leader = Leader(settings, others.start(settings), others.check, session.ranks_ended)
             session.serving = True
@@ -145,10 +144,7 @@ def chosen(settings: Settings, *, one_machine: bool) -> Settings:
     device = choose_device(settings.device, settings.kv, settings.dense, settings.head)
     settings = dataclasses.replace(settings, device=device)
     if settings.ranks > 1:
-        # No drafter with weights runs over ranks yet.
-        drafter = "none" if settings.drafter == "auto" and not settings.drafter_path else settings.drafter
-        wire = chosen_wire(settings, one_machine=one_machine)
-        settings = dataclasses.replace(settings, drafter=drafter, wire=wire)
+        settings = dataclasses.replace(settings, wire=chosen_wire(settings, one_machine=one_machine))
         take_gpu(settings)
     threads = settings.threads or max(1, cores() // (settings.ranks if one_machine else 1))
     torch.set_num_threads(threads)

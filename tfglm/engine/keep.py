@@ -13,6 +13,7 @@ from tfglm.cache.identity import code_digest, identity
 from tfglm.cache.kept import KeptStates
 from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import PAGE
+from tfglm.cache.ranked_disk import DiskFollower, RankedDiskTier
 from tfglm.cache.tier import DiskTier, Pages
 from tfglm.engine.machine import computing_facts
 from tfglm.engine.states import PromptStates
@@ -47,14 +48,7 @@ def prompt_states(
     if not settings.disk_cache:
         return PromptStates(KeptStates(model.cache.pool, kept_pages), replies=replies)
     pages = Pages([*model.cache.layers, *beside])
-    known = identity(checkpoint, _facts(model, settings) | {"bytes": pages.nbytes})
-    store = PageStore(
-        Path(settings.disk_cache) / "rank0of1",
-        known,
-        pages.nbytes,
-        limit=round(settings.disk_cache_gib * GIB),
-        keep_free=round(settings.disk_keep_free_gib * GIB),
-    )
+    store, known = _store(checkpoint, model, pages, settings)
     free = shutil.disk_usage(settings.disk_cache).free / GIB
     if free < settings.disk_keep_free_gib:
         log.warning(
@@ -64,10 +58,39 @@ def prompt_states(
             settings.disk_keep_free_gib,
         )
     kept = KeptStates(model.cache.pool, kept_pages, known)
+    if model.group.ranks > 1:
+        return PromptStates(kept, RankedDiskTier(kept, pages, store, model.group), replies=replies)
     return PromptStates(kept, DiskTier(kept, pages, store), replies=replies)
+
+
+def disk_follower(
+    checkpoint: Path, model: Glm53, kept_pages: int, settings: Settings, beside: Sequence[LayerPlanes] = ()
+) -> DiskFollower | None:
+    """What another rank does for rank 0's `prompt_states`: keep its own part of every page on its own disk. None if
+    nothing is to be kept there. Raises ConfigError for a folder that cannot be used."""
+    if not kept_pages or not settings.disk_cache:
+        return None
+    pages = Pages([*model.cache.layers, *beside])
+    return DiskFollower(pages, _store(checkpoint, model, pages, settings)[0], model.group)
+
+
+def _store(checkpoint: Path, model: Glm53, pages: Pages, settings: Settings) -> tuple[PageStore, bytes]:
+    """The files of this rank's pages, and the identity of what they hold."""
+    group = model.group
+    known = identity(checkpoint, _facts(model, settings) | {"bytes": pages.nbytes})
+    store = PageStore(
+        Path(settings.disk_cache) / f"rank{group.rank}of{group.ranks}",
+        known,
+        pages.nbytes,
+        limit=round(settings.disk_cache_gib * GIB),
+        keep_free=round(settings.disk_keep_free_gib * GIB),
+    )
+    return store, known
 
 
 def _facts(model: Glm53, settings: Settings) -> dict[str, object]:
     """Everything besides the checkpoint that the bits of a cached row may depend on."""
     rows = sorted(vars(model.ops.rows).items()) if isinstance(model.ops, ReferenceOps) else []
-    return computing_facts(settings) | {"tfglm": __version__, "code": code_digest(), "page": PAGE, "rows": rows}
+    ranks = {"ranks": model.group.ranks, "placement": model.placement.value}
+    page = {"page": model.page_tokens, "rows": rows}
+    return computing_facts(settings) | {"tfglm": __version__, "code": code_digest()} | ranks | page

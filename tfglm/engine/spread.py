@@ -22,9 +22,12 @@ import torch
 
 from tfglm.cache.identity import checkpoint_digest
 from tfglm.checkpoint.store import Checkpoint
+from tfglm.drafts.choose import load_drafter
+from tfglm.drafts.kind import drafter_kind
 from tfglm.engine.device import memory_budget
+from tfglm.engine.keep import disk_follower
 from tfglm.engine.machine import computing_facts
-from tfglm.errors import ConfigError, RanksError, TfglmError
+from tfglm.errors import RanksError, TfglmError
 from tfglm.memory.guard import Guard, LowWater
 from tfglm.models.glm53 import FORWARD, load_model
 from tfglm.ranks.bootstrap import join, lead
@@ -45,22 +48,16 @@ _STEPS = 20
 """Parts of a load that a follower reports."""
 
 
-def check(settings: Settings) -> None:
-    """Refuse what does not work over ranks. Raises ConfigError."""
-    if settings.ranks == 1:
-        return
-    if settings.disk_cache:
-        raise ConfigError("--disk-cache keeps no prompt states of a model over ranks yet; leave it empty")
-    if settings.drafter != "none":
-        raise ConfigError(f"--drafter is {settings.drafter}; none (and --copy 1) is what runs over ranks so far")
-
-
 def facts_of(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
     """What must be alike on all ranks. settings.device and wire have been chosen, torch's threads set."""
+    kind = drafter_kind(settings, checkpoint.config)
+    drafter = checkpoint_digest(Path(settings.drafter_path)) if settings.drafter_path else ""
     return {
         **code_facts(),
         "checkpoint": checkpoint_digest(checkpoint.path),
-        "settings": {name: getattr(settings, name) for name in ("device", "kv", "dense", "head", "wire")},
+        "settings": {name: getattr(settings, name) for name in ("device", "kv", "dense", "head", "wire", "cp")},
+        "drafter": [kind, drafter],
+        "disk cache": bool(settings.disk_cache) and settings.kept_gib > 0,
         "machine": computing_facts(settings),
         # The service's number of this start of all ranks: those of different attempts never mix.
         "start": os.environ.get("GLM_START", ""),
@@ -116,10 +113,10 @@ class Leader:
         places = Counter(each["place"] for each in said)
         return [each["bytes"] // places[each["place"]] for each in said]
 
-    def open(self, tokens: int) -> RankGroup:
-        """Have all load, with caches of so many tokens; the group to load with."""
+    def open(self, tokens: int, kept_pages: int) -> RankGroup:
+        """Have all load, with caches of so many tokens of which so many pages may be kept; the group to load with."""
         assert self._control is not None
-        _post(self._control, "plan", {"tokens": tokens})
+        _post(self._control, "plan", {"tokens": tokens, "kept_pages": kept_pages})
         self._group = RankGroup(_wire(self._control, self._settings), self._control, self._facts)
         return self._group
 
@@ -182,7 +179,10 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
                 head=settings.head,
                 progress=_reported(control),
                 group=group,
+                cp=settings.cp,
             )
+            drafter = load_drafter(drafter_kind(settings, checkpoint.config), checkpoint, model, settings)
+            disk = disk_follower(path, model, plan["kept_pages"], settings, drafter.planes if drafter else ())
         except RanksError:
             raise
         except BaseException as error:
@@ -192,9 +192,12 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
         group.meet("loading", settings.rank_load_s)
         control.post(f"state/{settings.rank}", b"ready")
         log.info("rank %d is ready", settings.rank)
-        follow_messages(group, {FORWARD: model.follow_forward})
+        handlers = {FORWARD: model.follow_forward, **(drafter.handlers(model) if drafter else {})}
+        follow_messages(group, {**handlers, **(disk.handlers() if disk else {})})
     finally:
         guard.stop()
+        if disk:
+            disk.close()
         group.close()
 
 
@@ -247,11 +250,9 @@ def _wire(control: Control, settings: Settings) -> Wire:
 
 
 def chosen_wire(settings: Settings, *, one_machine: bool) -> str:
-    """settings.wire, with something particular in place of auto."""
+    """settings.wire, with something particular in place of auto: nothing that has not been seen to work."""
     if settings.wire != "auto":
         return settings.wire
-    if settings.device == "cuda" and not (one_machine and torch.cuda.device_count() < settings.ranks):
-        return "nccl"
     return "shared" if one_machine else "gloo"
 
 

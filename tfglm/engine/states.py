@@ -94,7 +94,10 @@ class PromptStates:
         """A reply is over, and its pages are promised to nobody else yet: keep the whole pages of prompt and reply."""
         if self._kept and self._replies and reply.stream is not None and reply.failure is None:
             known = (reply.page_keys or [])[: reply.read // self._kept.page_tokens]
-            prompt, cached = reply.request.prompt[len(known) * self._kept.page_tokens :], min(reply.cached, reply.stream.length)
+            prompt, cached = (
+                reply.request.prompt[len(known) * self._kept.page_tokens :],
+                min(reply.cached, reply.stream.length),
+            )
             text = [*prompt, *reply.tokens][: cached - len(known) * self._kept.page_tokens]
             keys = known + self._kept.keys(text, known[-1] if known else None)
             self._kept.keep(reply.stream, keys)

@@ -142,7 +142,7 @@ GPU_CHANGES: tuple[Change, ...] = (
     {"prefill_rows": 1024},
     {"dense": "q4"},
     {"head": "fp8"},
-    {"cp": True, "parallel": 1},
+    {"cp": True},
 )
 
 
@@ -190,8 +190,6 @@ def _plain(value: object) -> object:
 def _check(settings: Settings) -> None:
     if settings.cp and settings.ranks == 1:
         raise ConfigError("--cp is 1, but there is one rank; context parallelism needs --ranks 2 or more")
-    if settings.cp and settings.parallel > 1:
-        raise ConfigError(f"--parallel is {settings.parallel}; with --cp 1 it takes 1")
     if settings.guard_gib and settings.guard_gib >= max(settings.floor_gib, 1e-9):
         raise ConfigError(
             f"--guard-gib is {settings.guard_gib} and --floor-gib {settings.floor_gib}; the guard would stop what the "

@@ -129,6 +129,7 @@ class CudaGlm53(Glm53):
         host = self._host[:rows] if rows <= GRAPH_ROWS else logits
         host.copy_(passed.logits[:rows], non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
+        self.group.check()
         return replace(passed, logits=logits if host is logits else logits.copy_(host))
 
     def _launched(self, rows: LaidOut, taps: Taps) -> Passed:

@@ -68,6 +68,11 @@ class Group(Protocol):
         """Every rank's tensor, alike in shape and dtype: [ranks, ...]."""
         ...
 
+    def check(self) -> None:
+        """Raise RanksError if the ranks have ended: what a wire of GPUs left on the device is void then, and only a
+        host that has waited for it can tell."""
+        ...
+
     def abort(self, reason: str) -> None:
         """End all ranks: what they wait for, and all later calls, raise RanksError with this reason."""
         ...
@@ -91,6 +96,9 @@ class Alone:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         return part[None]
+
+    def check(self) -> None:
+        """There is nobody to lose."""
 
     def abort(self, reason: str) -> None:
         """There is nobody to end."""

@@ -132,6 +132,9 @@ class RankGroup:
         else:
             self._control.meet(what, limit_s, progress)
 
+    def check(self) -> None:
+        self._control.check()
+
     def abort(self, reason: str) -> None:
         """End all ranks with this reason."""
         self._control.fail(RanksError(reason))
