@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._begin = self._last = time.monotonic()
         self._tokens = 0
+        self._complete = False
         self.ended = False
 
     def __enter__(self) -> Generation:
@@ -70,9 +72,17 @@ class Generation:
         batch: list[Event] = []
         while self._events and not self.ended:
             when, event = self._events.popleft()
+            if self._complete and isinstance(event, Finished) and event.reason == "cancelled":
+                event = replace(event, reason="stop")
             self._observe(when, event)
             batch.append(event)
         return batch
+
+    def complete(self) -> None:
+        """Nothing more is wanted of the reply: it ends after the step in progress, as if the model had ended it."""
+        if not self._complete:
+            self._complete = True
+            self._engine.cancel(self.request.id)
 
     def fail(self, code: str, message: str) -> None:
         """Ends the reply from this side; called from the event loop."""

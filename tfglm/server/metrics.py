@@ -5,14 +5,15 @@ Names under `vllm:` are those that dashboards for vLLM read, with vLLM's meaning
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tfglm.engine.api import EnginePort, Finished, Snapshot
+from tfglm.server.toolcalls import Result
 
 disable_created_metrics()
 
@@ -42,6 +43,9 @@ class ServerMetrics:
         self._success = Counter(
             "vllm:request_success", "Finished requests.", [LABEL, "finished_reason"], registry=self.registry
         )
+        self._calls = Counter(
+            "tfglm:tool_call_parse", "Tool calls in replies.", [LABEL, "result"], registry=self.registry
+        )
         self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens that were cached.")
         self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._counts: dict[Counted, Counter] = {
@@ -56,12 +60,18 @@ class ServerMetrics:
         self.registry.register(_EngineCollector(self._model, engine, ranks))
         for counter in (*self._counts.values(), self._hits, self._queries):
             counter.labels(self._model)
+        for result in get_args(Result):
+            self._calls.labels(self._model, result)
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
 
     def count(self, what: Counted) -> None:
         self._counts[what].labels(self._model).inc()
+
+    def tool_calls(self, results: Iterable[Result]) -> None:
+        for result in results:
+            self._calls.labels(self._model, result).inc()
 
     def started(self, queue_seconds: float) -> None:
         self._queue.labels(self._model).observe(queue_seconds)

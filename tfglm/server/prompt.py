@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tfglm.server.errors import ApiError, invalid, unsupported
-from tfglm.server.jsontext import shown
+from tfglm.server.errors import ApiError, invalid
 from tfglm.server.messages import normalise_messages, normalise_tools
 from tfglm.server.schemas import ChatPromptFields
 from tfglm.server.template import ChatTemplate, TemplateRefusedError
 from tfglm.server.thinking import END_THINK, close_thinking, resolve_thinking, starts_in_reasoning
+from tfglm.server.toolchoice import chosen_tools
 
 RESERVED = ("messages", "tools", "add_generation_prompt")
 """Names that chat_template_kwargs may not set: they are the request itself."""
@@ -18,8 +18,11 @@ RESERVED = ("messages", "tools", "add_generation_prompt")
 
 @dataclass(frozen=True)
 class ChatPrompt:
+    """`tools` are the definitions that the model was shown: the calls it may make."""
+
     text: str
     starts_in_reasoning: bool
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 def chat_prompt(template: ChatTemplate, fields: ChatPromptFields, *, thinking_default: bool) -> ChatPrompt:
@@ -28,6 +31,7 @@ def chat_prompt(template: ChatTemplate, fields: ChatPromptFields, *, thinking_de
     thinking = resolve_thinking(fields, thinking_default)
     continued = bool(fields.continue_final_message)
     _check_continuation(fields, messages)
+    tools = chosen_tools(normalise_tools(fields.tools), fields.tool_choice)
     variables = _variables(fields)
     variables["enable_thinking"] = thinking.on
     if thinking.on:
@@ -35,7 +39,7 @@ def chat_prompt(template: ChatTemplate, fields: ChatPromptFields, *, thinking_de
     try:
         text = template.render(
             messages,
-            tools=_offered_tools(fields),
+            tools=tools,
             add_generation_prompt=fields.add_generation_prompt is not False and not continued,
             variables=variables,
         )
@@ -48,7 +52,7 @@ def chat_prompt(template: ChatTemplate, fields: ChatPromptFields, *, thinking_de
         text = text.removesuffix(END_THINK)
     if not thinking.on:
         text = close_thinking(text)
-    return ChatPrompt(text, starts_in_reasoning(text))
+    return ChatPrompt(text, starts_in_reasoning(text), tools)
 
 
 def _check_continuation(fields: ChatPromptFields, messages: list[dict[str, Any]]) -> None:
@@ -60,16 +64,6 @@ def _check_continuation(fields: ChatPromptFields, messages: list[dict[str, Any]]
         raise invalid(
             "continue_final_message", "continue_final_message needs a last message of the assistant without calls"
         )
-
-
-def _offered_tools(fields: ChatPromptFields) -> list[dict[str, Any]]:
-    tools = normalise_tools(fields.tools)
-    choice = fields.tool_choice
-    if choice == "none":
-        return []
-    if choice not in (None, "auto"):
-        raise unsupported("tool_choice", f"tool_choice {shown(choice)} cannot be enforced yet; use 'auto' or 'none'")
-    return tools
 
 
 def _variables(fields: ChatPromptFields) -> dict[str, Any]:
