@@ -13,7 +13,6 @@ from typing import Any
 
 from guest import Guest
 from host import LabError
-from image import image
 from openai import OpenAI, OpenAIError
 from playbook import Playbooks
 
@@ -31,8 +30,8 @@ class Lab:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        base = image()
-        self.guests = [Guest(index, base, folder / f"spark{index}", MEMORY) for index in range(3)]
+        self.image = folder / "image.ext4"
+        self.guests = [Guest(index, self.image, folder / f"spark{index}", MEMORY) for index in range(3)]
         self.playbooks = Playbooks(self.guests, folder)
         self.url = f"http://{self.guests[0].address}:8888"
 

@@ -16,6 +16,7 @@ KEY = CACHE / "key"
 SSH = [
     *("-q", "-i", str(KEY), "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "StrictHostKeyChecking=no"),
     *("-o", "UserKnownHostsFile=/dev/null", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"),
+    *("-o", "ControlMaster=auto", "-o", "ControlPersist=30", "-o", f"ControlPath={CACHE}/ssh-%h"),
 ]
 
 
@@ -72,6 +73,7 @@ class Guest:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             os.killpg(int(self._pid.read_text()), signal.SIGKILL)
         self._pid.unlink(missing_ok=True)
+        run(["ssh", *SSH, "-O", "exit", f"root@{self.address}"], 20, check=False)
 
     def upload(self, file: Path, path: str, limit: float = 300) -> None:
         run(["scp", *SSH, file, f"root@{self.address}:{path}"], limit)

@@ -73,7 +73,11 @@ class Playbooks:
             ROOT / "playbooks" / f"{name}.yml",
             *arguments,
         ]
-        settings = {"ANSIBLE_CONFIG": str(ROOT / "playbooks/ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+        settings = {
+            "ANSIBLE_CONFIG": str(ROOT / "playbooks/ansible.cfg"),
+            "ANSIBLE_NOCOLOR": "1",
+            "ANSIBLE_TIMEOUT": "90",
+        }
         self._count += 1
         log = self._logs / f"play{self._count:02}-{name}.log"
         said = run(command, limit, env=settings, check=False, log=log)
