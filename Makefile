@@ -6,15 +6,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 HOST ?= 127.0.0.1
 PORT ?= 8888
-# Any checkpoint folder; the default is a tiny synthetic one (random weights: it proves the machinery, not the model).
-TINY := build/tiny
-MODEL ?= $(TINY)
+# Any checkpoint folder; without one the tiny trained model is served that comes with tfglm.
+MODEL ?=
 TESTS ?= tests
 
-.PHONY: serve test lint kernels provision-check clean
+.PHONY: serve test lint kernels provision-check lab clean
 
-serve: $(VENV)/.installed $(if $(filter-out $(TINY),$(MODEL)),,$(TINY)/config.json)
-	$(BIN)/tfglm serve "$(patsubst ~/%,$(HOME)/%,$(MODEL))" --host "$(HOST)" --port "$(PORT)"
+serve: $(VENV)/.installed
+	$(BIN)/tfglm serve $(if $(MODEL),"$(patsubst ~/%,$(HOME)/%,$(MODEL))") --host "$(HOST)" --port "$(PORT)"
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(TESTS)
@@ -28,15 +27,18 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-$(TINY)/config.json: $(VENV)/.installed
-	$(BIN)/tfglm synth $(TINY) --preset tiny --seed 0 --force
-
 # Lint, syntax and the provisioning tests, with Ansible in an environment of its own. Plays run on three fake machines made of
 # namespaces, as root; elsewhere those tests are skipped.
 PROVISION := build/provision
 provision-check: $(VENV)/.installed-dev $(PROVISION)/.installed
 	cd playbooks && PATH="$(CURDIR)/$(PROVISION)/bin:$$PATH" ansible-lint --offline --project-dir .. ../playbooks ../roles
 	TFGLM_TEST_VENV="$(CURDIR)/$(VENV)" $(PROVISION)/bin/python -m pytest -p no:cacheprovider tests/provision
+
+# Three fake Sparks on this machine, provisioned by the playbooks and put through faults (docs/lab.md). Needs root and Debian;
+# says so and does nothing elsewhere. LAB names steps, or --limit SECONDS.
+LAB ?=
+lab: $(VENV)/.installed-dev $(PROVISION)/.installed
+	PATH="$(CURDIR)/$(PROVISION)/bin:$$PATH" $(BIN)/python tests/lab/lab.py $(LAB)
 
 $(PROVISION)/.installed: pyproject.toml | $(BIN)/pip
 	"$(PYTHON)" -m venv $(PROVISION)

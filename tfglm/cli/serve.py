@@ -1,10 +1,11 @@
-"""`tfglm serve PATH`: serve a checkpoint, with all ranks of it on this machine."""
+"""`tfglm serve [PATH]`: serve a checkpoint, with all ranks of it on this machine."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from tfglm.bundled import MODEL
 from tfglm.settings import Settings, flag_name, flags, help_text
 
 
@@ -14,7 +15,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="serve a checkpoint over HTTP",
         description="Serve a checkpoint behind an OpenAI-compatible API. Each setting is an environment variable too.",
     )
-    parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint folder")
+    parser.add_argument(
+        "path", type=Path, metavar="PATH", nargs="?", default=MODEL,
+        help=f"checkpoint folder (default: the tiny model that comes with tfglm, {MODEL.name})",
+    )  # fmt: skip
     for f in flags("serve"):
         parser.add_argument(flag_name(f.name), metavar="VALUE", help=help_text(f))
     parser.set_defaults(run=run)

@@ -1,0 +1,107 @@
+"""What drafts are worth on the tiny trained model: how many are kept, by source and slot, and tokens a second.
+
+    python benchmarks/tiny_drafts.py [--out benchmarks/results/tiny_drafts.json] [--count 12] [--threads 2]
+
+Greedy and sampled replies (temperature 0.6) to problems of the test set, one request at a time, thinking on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import queue
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from tfglm.bundled import DRAFTER, MODEL
+from tfglm.checkpoint.store import Checkpoint
+from tfglm.checks.problem import Problem
+from tfglm.checks.suite import problem
+from tfglm.cli.loading import load
+from tfglm.cli.serving import Session
+from tfglm.engine.api import Event, Finished, GenerationRequest, SamplingParams
+from tfglm.server.state import Served
+from tfglm.settings import Settings
+
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"drafter": "none", "copy": False},
+    "copies": {"drafter": "none", "copy": True},
+    "mtp": {"drafter": "mtp", "copy": False},
+    "mtp, copies": {"drafter": "mtp", "copy": True},
+    "dspark": {"drafter": "dspark", "drafter_path": str(DRAFTER), "copy": False},
+    "dspark, copies": {"drafter": "dspark", "drafter_path": str(DRAFTER), "copy": True},
+}
+CATEGORIES = ("arithmetic", "ledger", "python", "json")
+
+
+def ask(served: Served, one: Problem, number: int, sampling: SamplingParams) -> Finished:
+    ids = served.tokenizer.encode(served.template.render(one.messages, tools=list(one.tools)))
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    request = GenerationRequest(f"q{number}", ids, sampling, max_tokens=400, starts_in_reasoning=True)
+    served.engine.submit(request, events.put)
+    while True:
+        event = events.get(timeout=300)
+        if isinstance(event, Finished):
+            return event
+
+
+def measured(served: Served, count: int, temperature: float) -> dict[str, Any]:
+    drafts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    tokens, milliseconds, by_category = 0, 0.0, {}
+    for category in CATEGORIES:
+        spent, made = 0.0, 0
+        for number in range(count):
+            sampling = SamplingParams(temperature=temperature, top_p=0.95, seed=number)
+            finished = ask(served, problem(category, 700_000 + number, 0), number, sampling)
+            made += finished.usage.completion_tokens
+            spent += finished.timings.predicted_ms
+            for entry in finished.usage.drafts:
+                key = entry.source if entry.slot is None else f"{entry.source} slot {entry.slot}"
+                drafts[key][0] += entry.drafted
+                drafts[key][1] += entry.accepted
+        by_category[category] = round(1000 * made / spent, 1)
+        tokens, milliseconds = tokens + made, milliseconds + spent
+    return {
+        "tokens": tokens,
+        "tokens_a_second": round(1000 * tokens / milliseconds, 1),
+        "by_category": by_category,
+        "drafts": {key: {"drafted": d, "kept": a, "share": round(a / max(d, 1), 3)} for key, (d, a) in drafts.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tiny_drafts.json"))
+    parser.add_argument("--count", type=int, default=12, help="problems a category")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    results = []
+    for name, given in WAYS.items():
+        settings = Settings.from_sources({"threads": args.threads, "context": 2048, "parallel": 1, **given})
+        session = Session(None)
+        with Checkpoint.open(MODEL) as checkpoint:
+            served = load(checkpoint, settings, session)
+            ask(served, problem("ledger", 600_000, 0), 0, SamplingParams(temperature=0.0))  # warm
+            for temperature in (0.0, 0.6):
+                started = time.monotonic()
+                figures = measured(served, args.count, temperature)
+                results.append({"drafts_by": name, "temperature": temperature, **figures})
+                print(name, temperature, figures["tokens_a_second"], round(time.monotonic() - started, 1), flush=True)
+        assert session.engine is not None
+        session.engine.stop()
+    facts = {
+        "command": f"python {' '.join(sys.argv)}",
+        "hardware": f"{platform.machine()}, {args.threads} threads",
+        "settings": {name: dataclasses.asdict(Settings())[name] for name in ("draft_noise", "kv")},
+        "results": results,
+    }
+    args.out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
