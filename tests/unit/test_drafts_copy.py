@@ -93,6 +93,35 @@ def test_a_copy_is_told_by_where_its_match_first_stood() -> None:
     assert not trusted(draft)
 
 
+def test_a_long_match_with_two_ways_on_wants_a_second_opinion() -> None:
+    phrase = list(range(100, 112))
+    once, twice = copied([*phrase, 7], phrase, 4), copied([*phrase, 7, *phrase, 8], phrase, 4)
+    assert once.match == twice.match == 12
+    assert (once.sole, trusted(once)) == (True, True) and (twice.sole, trusted(twice)) == (False, False)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_copy_goes_on_after_a_draft_that_the_text_knows(seed: int) -> None:
+    """Whichever of the ways on it takes, against a search through the text."""
+    dice = random.Random(seed)
+    index = CopyIndex()
+    text = [dice.randrange(4) for _ in range(60)]
+    index.read_prompt(text[:-1])
+    index.propose(text[-1], 9)
+    drafted = tuple(dice.randrange(4) for _ in range(dice.randrange(1, 5)))
+    after = index.propose_after(Draft(drafted, (0.5,) * len(drafted), "dspark"), 9)
+    whole = [*text, *drafted]
+    match = max((n for n in range(1, len(text)) if any(p < len(text) for p in ends(text, whole[-n:]))), default=0)
+    if match <= len(drafted) or match < SHORTEST_MATCH:
+        assert after == NO_DRAFT
+        return
+    assert after.match == match and len(after.tokens) <= 9 - len(drafted)
+    following = Counter(text[p + 1] for p in ends(text, whole[-match:]) if p + 1 < len(text))
+    if following and after.tokens:
+        assert following[after.tokens[0]] == max(following.values())
+    assert after.sole == (len(following) == 1)
+
+
 def test_the_more_frequent_continuation_wins_then_the_latest() -> None:
     draft = copied([1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3, 9, 1, 2, 3, 7], [1, 2, 3], 1)
     assert draft.tokens == (9,) and draft.confidence[0] == pytest.approx(0.5 * 3 / 5)

@@ -133,12 +133,24 @@ def test_a_chain_stops_where_even_a_certain_draft_would_not_pay() -> None:
 def test_copy_and_model_become_one_draft() -> None:
     policy, record = Policy(THREE_SPARKS), Record()
     copied, agreeing = Draft((1, 2, 3, 4), (0.5, 0.5, 0.5, 0.5), "copy-prompt", 5), Draft((1, 2), (0.9, 0.2), "mtp")
-    both = policy.choose(copied, agreeing, record, 1)
+    none = Draft()
+    both = policy.choose(copied, agreeing, none, record, 1)
     assert both == Draft((1, 2, 3, 4), (0.9, 0.5, 0.5, 0.5), "agreed", 5)
     sure = Draft((9, 8), (0.95, 0.95), "mtp")
-    assert policy.choose(copied, sure, record, 1) == sure
-    assert policy.choose(copied, Draft((9,), (0.05,), "mtp"), record, 1) == copied
-    assert policy.choose(Draft(), sure, record, 1) == sure and policy.choose(copied, Draft(), record, 1) == copied
+    assert policy.choose(copied, sure, none, record, 1) == sure
+    assert policy.choose(copied, Draft((9,), (0.05,), "mtp"), none, record, 1) == copied
+    assert policy.choose(none, sure, none, record, 1) == sure
+    assert policy.choose(copied, none, none, record, 1) == copied
+
+
+def test_a_model_that_takes_the_rarer_way_is_followed_on_it() -> None:
+    policy, record = Policy(THREE_SPARKS), Record()
+    copied, sure = Draft((1, 2, 3, 4), (0.5, 0.5, 0.5, 0.5), "copy-prompt", 5), Draft((9, 8), (0.95, 0.9), "dspark")
+    after = Draft((7, 6), (0.8, 0.7), "copy-prompt", 7)
+    together = Draft((9, 8, 7, 6), (0.95, 0.9, 0.8, 0.7), "agreed", 7)
+    assert policy.choose(copied, sure, after, record, 1) == policy.choose(Draft(), sure, after, record, 1) == together
+    doubtful = Draft((9, 8), (0.05, 0.9), "dspark")
+    assert policy.choose(copied, doubtful, after, record, 1) == copied
 
 
 def test_a_windows_cost_goes_on_as_the_table_ends() -> None:

@@ -32,16 +32,15 @@ that follows the pending token. Called with ahead 0, 1, 2, ...: it remembers its
 class Draft:
     """Guessed tokens, each with an estimate of its probability given that those before it were right.
 
-    source: who guessed ("mtp", "copy-prompt"). match: for copies, how many tokens before them agreed.
+    source: who guessed ("mtp", "copy-prompt"). match: for copies, how many tokens before them agreed. sole: a copy of
+    the only token that ever followed what agreed.
     """
 
     tokens: tuple[int, ...] = ()
     confidence: tuple[float, ...] = ()
     source: str = "none"
     match: int = 0
-
-    def cut(self, length: int) -> Draft:
-        return Draft(self.tokens[:length], self.confidence[:length], self.source, self.match)
+    sole: bool = False
 
 
 NO_DRAFT = Draft()

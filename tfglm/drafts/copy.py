@@ -22,8 +22,8 @@ CATCH_UP = 1024
 hundred thousand take a second, for which no other reply should wait."""
 
 TRUSTED_MATCH = {"copy-prompt": 8, "copy-corpus": 16, "copy-reply": 24}
-"""A copy with at least so many tokens agreeing before it needs no second opinion. A reply repeats itself by accident
-more often than it repeats its prompt."""
+"""A copy with at least so many tokens agreeing before it is believed. A reply repeats itself by accident more often
+than it repeats its prompt."""
 
 
 class CopyCorpus:
@@ -94,14 +94,28 @@ class CopyIndex:
         index = self._automaton
         state = index.link[index.last]
         match = 0 if state == NONE else index.length[state]
-        source = "copy-prompt" if match and index.first_end[state] < self._prompt_length else "copy-reply"
+        source = self._source(state, match)
         for other, (place, length) in zip(self._others, self._places, strict=True):
             if length > match:
                 index, state, match, source = other, place, length, "copy-corpus"
-        if match < SHORTEST_MATCH:
+        return _copied(index, state, match, min(room, LONGEST_COPY), source)
+
+    def propose_after(self, draft: Draft, room: int) -> Draft:
+        """What followed the last time the text went on with the whole of a model's draft, after at least the pending
+        token: `propose` was called for it."""
+        index = self._automaton
+        state = index.link[index.last]
+        place = (ROOT, 0) if state == NONE or self._behind else (state, index.length[state])
+        for token in draft.tokens:
+            place = index.advance(place, token)
+        state, match = place
+        if match <= len(draft.tokens):
             return NO_DRAFT
-        tokens, confidence = _continuation(index, state, match, min(room, LONGEST_COPY))
-        return Draft(tuple(tokens), tuple(confidence), source, match)
+        most = min(room, LONGEST_COPY) - len(draft.tokens)
+        return _copied(index, state, match, most, self._source(state, match))
+
+    def _source(self, state: int, match: int) -> str:
+        return "copy-prompt" if match and self._automaton.first_end[state] < self._prompt_length else "copy-reply"
 
     def _append(self, tokens: Sequence[int], at_once: int) -> None:
         """Index `at_once` tokens, and CATCH_UP more if so many wait."""
@@ -111,6 +125,14 @@ class CopyIndex:
             self._automaton.add(token)
             for number, other in enumerate(self._others):
                 self._places[number] = other.advance(self._places[number], token)
+
+
+def _copied(index: SuffixAutomaton, state: int, match: int, most: int, source: str) -> Draft:
+    if match < SHORTEST_MATCH:
+        return NO_DRAFT
+    tokens, confidence = _continuation(index, state, match, most)
+    sole = sum(token < END for token, _ in index.followers(state)) == 1
+    return Draft(tuple(tokens), tuple(confidence), source, match, sole)
 
 
 def _continuation(index: SuffixAutomaton, state: int, agreed: int, most: int) -> tuple[list[int], list[float]]:
@@ -133,4 +155,5 @@ def _continuation(index: SuffixAutomaton, state: int, agreed: int, most: int) ->
 
 
 def trusted(draft: Draft) -> bool:
-    return bool(draft.tokens) and draft.match >= TRUSTED_MATCH[draft.source]
+    """Whether a copy needs no second opinion: a long match, and only one way in which the text ever went on."""
+    return bool(draft.tokens) and draft.sole and draft.match >= TRUSTED_MATCH[draft.source]

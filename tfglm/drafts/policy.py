@@ -88,14 +88,24 @@ class Policy:
             return False
         return True
 
-    def choose(self, copied: Draft, drafted: Draft, record: Record, streams: int) -> Draft:
-        """One draft of a copy and a model's: whichever promises more; both together where they agree throughout."""
-        if not copied.tokens or not drafted.tokens:
-            return copied if copied.tokens else drafted
+    def choose(self, copied: Draft, drafted: Draft, after: Draft, record: Record, streams: int) -> Draft:
+        """One draft of a copy and a model's: whichever promises more; both together where they agree throughout.
+        after: a copy of what followed where the text went on once as the model drafts, the likeliest way or not.
+
+        The model draws every token given those before it, so its own draft is a copy's for as long as the two agree,
+        and the rest of its draft is conditioned on what they agree on.
+        """
+        if not drafted.tokens:
+            return copied
         if copied.tokens[: len(drafted.tokens)] == drafted.tokens:
             both = [max(a, b) for a, b in zip(copied.confidence, drafted.confidence, strict=False)]
             tail = copied.confidence[len(both) :]
             return Draft(copied.tokens, (*both, *tail), "agreed", copied.match)
+        if after.tokens:
+            tokens, confidence = drafted.tokens + after.tokens, drafted.confidence + after.confidence
+            drafted = Draft(tokens, confidence, "agreed", after.match)
+        if not copied.tokens:
+            return drafted
         values = [self._value(self.survivals(draft, record), streams) for draft in (drafted, copied)]
         return copied if values[1] > values[0] else drafted
 

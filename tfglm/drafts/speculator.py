@@ -166,7 +166,10 @@ class Speculator:
         for turn, copied, wanted in zip(turns, copies, asked, strict=True):
             lane = turn.lane
             lane.drafted = next(drafts) if wanted and self._drafter else NO_DRAFT
-            lane.proposed = self._policy.choose(copied, lane.drafted, lane.record, streams)
+            after = NO_DRAFT
+            if lane.index and lane.drafted.tokens:
+                after = lane.index.propose_after(lane.drafted, turn.room)
+            lane.proposed = self._policy.choose(copied, lane.drafted, after, lane.record, streams)
             self._check(lane.proposed, turn.room)
         lanes = [turn.lane for turn in turns]
         lengths = self._policy.lengths([(lane.proposed, lane.record) for lane in lanes], streams)
