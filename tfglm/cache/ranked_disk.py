@@ -35,8 +35,8 @@ class RankedDiskTier(DiskTier):
             return None
         self._under_way = {number: fetch for number, fetch in self._under_way.items() if fetch.left}
         self._begun += 1
-        facts: dict[str, Fact] = {"number": self._begun, "keys": _hex(keys[:count]), "under_way": list(self._under_way)}
-        with together(self._group, Message("disk_find", facts)):
+        facts: dict[str, Fact] = {"number": self._begun, "under_way": list(self._under_way)}
+        with together(self._group, Message("disk_find", facts, _packed(keys[:count]))):
             count = least(self._group, count, self.pages.device)
         if not count:
             return None
@@ -51,13 +51,12 @@ class RankedDiskTier(DiskTier):
 
     def used(self, keys: Sequence[bytes]) -> None:
         super().used(keys)
-        with together(self._group, Message("disk_used", {"keys": _hex(keys)})):
+        with together(self._group, Message("disk_used", arrays=_packed(keys))):
             pass
 
     def _keep(self, block: Block) -> None:
         before = block.parent.key if block.parent is not None else self._kept.root
-        facts: dict[str, Fact] = {"key": block.key.hex(), "before": before.hex(), "page": block.page}
-        with together(self._group, Message("disk_keep", facts)):
+        with together(self._group, Message("disk_keep", {"page": block.page}, _packed([block.key, before]))):
             self._named.put(block)
 
 
@@ -96,7 +95,7 @@ class DiskFollower:
         [page] = message.integers("page")
         if self._broken or self._to_write.full():
             return
-        key, before = (bytes.fromhex(str(message.facts[name])) for name in ("key", "before"))
+        key, before = _keys(message)
         self._offer((key, before, self._pages.read(page)))
 
     def _used(self, message: Message) -> None:
@@ -157,11 +156,12 @@ def least(group: Group, count: int, device: torch.device) -> int:
     return int(group.gather(torch.tensor([count], dtype=torch.int64, device=device)).min())
 
 
-def _hex(keys: Sequence[bytes]) -> list[str]:
-    return [key.hex() for key in keys]
+def _packed(keys: Sequence[bytes]) -> dict[str, torch.Tensor]:
+    """Keys of one length as an array of a message, uint8 [keys, bytes]: of a long text there are thousands."""
+    joined = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8)
+    return {"keys": joined.view(len(keys), -1)}
 
 
 def _keys(message: Message) -> list[bytes]:
-    given = message.facts["keys"]
-    assert isinstance(given, Sequence)
-    return [bytes.fromhex(str(key)) for key in given]
+    rows: torch.Tensor = message.arrays["keys"]
+    return [row.tobytes() for row in rows.numpy()]
