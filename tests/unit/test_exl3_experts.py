@@ -186,7 +186,7 @@ def test_ranks_hold_whole_blocks_and_sum_to_the_whole(placement: Placement, rank
 def test_shares_that_are_none() -> None:
     pack = Pack()
     with pytest.raises(ValueError, match="expert 2: columns 0 to 64 of 384 are no whole blocks of 128"):
-        pack.experts(lambda expert: (0, 64 if expert == 2 else 128))
+        pack.experts([(0, 64 if expert == 2 else 128) for expert in range(EXPERTS)])
     with pytest.raises(ValueError, match="4 shares of 5 experts"):
         pack.experts([(0, 128)] * 4)
 

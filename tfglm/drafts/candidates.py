@@ -13,4 +13,5 @@ def best_candidates(logits: torch.Tensor, count: int = CANDIDATES) -> tuple[np.n
     """The best `count` of each row of [R, vocab]: ids int64 [R, n], ascending in each row, and their values [R, n] in
     the dtype of the logits."""
     ids = logits.topk(min(count, logits.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
-    return ids.cpu().numpy(), logits.gather(1, ids).cpu().numpy()
+    values = logits.gather(1, ids)  # launched before the first copy waits
+    return ids.cpu().numpy(), values.cpu().numpy()

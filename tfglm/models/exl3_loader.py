@@ -6,7 +6,7 @@ and nothing else is read; gate's and up's lies in strips, read as the checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,8 +16,7 @@ from tfglm.errors import CheckpointError
 from tfglm.formats.exl3 import signs
 from tfglm.formats.exl3_code import BLOCK, MARKERS, TILE
 from tfglm.formats.exl3_tensors import Exl3Linear, check_marker, find_linears
-from tfglm.ops.base import Experts, PlainExperts
-from tfglm.ops.exl3_weights import DOWN, GATE, PROJECTIONS, UP, Exl3Experts, Exl3Weight, buffer_for, plain
+from tfglm.ops.exl3_weights import DOWN, PROJECTIONS, Exl3Experts, Exl3Weight, buffer_for
 
 _DTYPES = {torch.int16: "I16", torch.float16: "F16", torch.int32: "I32"}
 
@@ -60,7 +59,7 @@ def whole_blocks(part: slice, size: int) -> bool:
     return part.start % BLOCK == 0 and (part.stop % BLOCK == 0 or part.stop == size)
 
 
-Shares = Callable[[int], tuple[int, int]] | Sequence[tuple[int, int]]
+Shares = Sequence[tuple[int, int]]
 """(start, stop) of the inner columns that a rank holds of each expert: multiples of 128, start == stop for none."""
 
 
@@ -124,20 +123,11 @@ def experts_in_memory(tensors: Mapping[str, torch.Tensor], prefix: str, count: i
     return read_experts(read, linears, prefix, count)
 
 
-def plain_experts(experts: Experts) -> PlainExperts:
-    """The same experts as matrices, float32 if they were quantised."""
-    if isinstance(experts, PlainExperts):
-        return experts
-    numbers = range(experts.offsets.shape[1])
-    gate_up = [torch.cat([plain(experts.weight(p, e)) for p in (GATE, UP)]) for e in numbers]
-    return PlainExperts(torch.stack(gate_up), torch.stack([plain(experts.weight(DOWN, e)) for e in numbers]))
-
-
 def _shares(share: Shares | None, count: int, columns: int) -> list[tuple[int, int]]:
     """Each expert's share, checked."""
     if share is None:
         return [(0, columns)] * count
-    shares = [share(expert) for expert in range(count)] if callable(share) else list(share)
+    shares = list(share)
     if len(shares) != count:
         raise ValueError(f"{len(shares)} shares of {count} experts")
     for expert, (start, stop) in enumerate(shares):

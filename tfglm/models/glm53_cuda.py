@@ -119,8 +119,9 @@ class CudaGlm53(Glm53):
             return replace(passed, tokens=self._sampler.tokens(draws))
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
-        """Logits on the host; tapped rows stay on the device and belong to the caller."""
-        return self._on_host(self._launched(rows, taps), len(rows.wanted))
+        """Logits on the host of rank 0, which alone reads them; tapped rows stay on the device and belong to the
+        caller."""
+        return self._on_host(self._launched(rows, taps), len(rows.wanted) if self.group.rank == 0 else 0)
 
     def _on_host(self, passed: Passed, rows: int) -> Passed:
         """The first `rows` rows of logits, copied. Returns when all that was launched is done, also where no logits are
@@ -137,10 +138,9 @@ class CudaGlm53(Glm53):
         count = rows.tokens.shape[0]
         if self.graphs is None or count > GRAPH_ROWS or rows.prompt:
             return super()._forward(self.on_device(rows), taps)
+        wanted = rows.wanted.to(self.device) if len(rows.wanted) < count else None  # a copy that waits for the device
         passed = self._replayed(rows, context_kind(longest(rows)), taps)
-        if len(rows.wanted) < count:
-            passed = replace(passed, logits=passed.logits[rows.wanted.to(self.device)])
-        return passed
+        return passed if wanted is None else replace(passed, logits=passed.logits[wanted])
 
     @torch.inference_mode()
     def prepare(self, rows: int, window: int, taps: Taps) -> None:

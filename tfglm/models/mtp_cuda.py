@@ -51,10 +51,11 @@ class CudaMtp(Mtp):
         gives is to be read before the next one."""
         if self._model.graphs is None or rows.tokens.shape[0] > GRAPH_ROWS:
             return super().layer(self._model.on_device(rows), hidden, None)
+        whole = len(rows.wanted) == rows.tokens.shape[0]
+        wanted = rows.wanted if whole else rows.wanted.to(self._model.device)  # a copy that waits for the device
         step = self._replayed(rows, context_kind(longest(rows)), hidden)
-        if len(rows.wanted) == rows.tokens.shape[0]:
+        if whole:
             return step
-        wanted = rows.wanted.to(self._model.device)
         selection = Selection(step.selection.slots[wanted], step.selection.counts[wanted])
         return MtpStep(step.logits[wanted], step.rows[wanted], selection)
 

@@ -80,10 +80,7 @@ class CheckpointSource(Source):
         return plain(read_linear(self._slice, name, linear, outputs, inputs))[rows, columns].contiguous()
 
     def experts(self, config: ModelConfig, prefix: str) -> Experts:
-        first = f"{prefix}.0.gate_proj"
-        if first not in self._checkpoint.linears:
-            return super().experts(config, prefix)
-        if not self._inner(config, prefix):
+        if f"{prefix}.0.gate_proj" not in self._checkpoint.linears or not self._inner(config, prefix):
             return super().experts(config, prefix)
         kept = [self._part(f"{prefix}.{expert}.gate_proj")[0] for expert in range(config.n_routed_experts)]
         # The last block of columns that are no multiple of 128 is padded.
