@@ -82,7 +82,9 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for name, given in WAYS.items():
-        settings = Settings.from_sources({"threads": args.threads, "context": 2048, "parallel": 1, **given})
+        settings = Settings.from_sources(
+            {"device": "cpu", "threads": args.threads, "context": 2048, "parallel": 1, **given}
+        )
         session = Session(None)
         with Checkpoint.open(MODEL) as checkpoint:
             served = load(checkpoint, settings, session)

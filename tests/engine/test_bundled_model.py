@@ -32,7 +32,9 @@ _numbers = itertools.count()
 
 def started(**given: object) -> Iterator[Served]:
     """The model behind an engine, without HTTP."""
-    settings = Settings.from_sources({"threads": 2, "context": 4096, "parallel": 2, "kept_gib": 0, **given})
+    settings = Settings.from_sources(
+        {"device": "cpu", "threads": 2, "context": 4096, "parallel": 2, "kept_gib": 0, **given}
+    )
     session = Session(None)
     threads = torch.get_num_threads()
     with Checkpoint.open(MODEL) as checkpoint:
@@ -80,7 +82,7 @@ def of(category: str, count: int) -> list[Problem]:
 
 @pytest.mark.parametrize(("category", "least"), [("arithmetic", 0.85), ("ledger", 0.85), ("json", 0.85)])
 def test_it_reckons_and_writes_json(served: Served, category: str, least: float) -> None:
-    problems = of(category, 20)
+    problems = of(category, 12)
     replies = answers(served, problems, thinking=True)
     assert right(problems, replies) >= least
     assert all(reply.reasoning for reply in replies)
