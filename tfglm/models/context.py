@@ -135,7 +135,7 @@ class DealtWindow:
             pages = self.window.pages[stream, : -(-local // PAGE)]
             held = plane[pages].flatten(0, 1)[:local].contiguous()
             streams.append(self._dealt.group.gather(held).transpose(0, 1).flatten(0, 1)[:length])
-        return torch.cat(streams)[None]
+        return (streams[0] if len(streams) == 1 else torch.cat(streams))[None]
 
 
 def _ascending(positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
