@@ -33,6 +33,8 @@ def _setting(
     return field(default=default, metadata=meta)
 
 
+DENSE_FORMATS = ("bf16", "fp8", "q8", "q6", "q4")
+"""In which a linear layer outside the routed experts can be held on a GPU."""
 _BOTH = ("serve", "plan")
 _PLAN = ("plan",)
 
@@ -184,12 +186,10 @@ class Settings:
     dense: str = _setting(
         "bf16",
         "format of linear layers outside the routed experts on a GPU",
-        choices=("bf16", "fp8", "q8", "q6", "q4"),
+        choices=DENSE_FORMATS,
         commands=_BOTH,
     )
-    head: str = _setting(
-        "bf16", "format of lm_head on a GPU", choices=("bf16", "fp8", "q8", "q6", "q4"), commands=_BOTH
-    )
+    head: str = _setting("bf16", "format of lm_head on a GPU", choices=DENSE_FORMATS, commands=_BOTH)
     graphs_gib: float = _setting(
         0.0,
         "memory in GiB of captured decode windows on a GPU; serve counts them itself",

@@ -40,12 +40,12 @@ from tfglm.server.info import ModelInfo
 from tfglm.server.smoke import greeting
 from tfglm.server.state import Served
 from tfglm.server.template import ChatTemplate
-from tfglm.settings import Settings
+from tfglm.settings import Settings, flags
 
 log = logging.getLogger("tfglm.serve")
 
-_BESIDE_THE_WINDOW = {"host", "port", "api_key", "served_name", "leader", "log_level", "seed_salt", "draft_trace"}
-"""Settings that no window depends on."""
+_OF_THE_WINDOW = ("device", "copy", "copy_corpus", *(f.name for f in flags("plan")))
+"""Settings that a window depends on: those that the memory plan reads."""
 
 
 def load(checkpoint: Checkpoint, settings: Settings, session: Session) -> Served:
@@ -111,7 +111,7 @@ def _checked_plan(checkpoint: Checkpoint, settings: Settings, budgets: Sequence[
 def _kept_window(checkpoint: Checkpoint, settings: Settings, largest: int) -> int:
     """The window where none is asked for: that of earlier starts with the same settings, checkpoint and memory. On a
     GPU all that fits; on a CPU, which is seldom there for a model alone, no more than LARGEST_DEFAULT_CONTEXT."""
-    own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name not in _BESIDE_THE_WINDOW}
+    own = {name: getattr(settings, name) for name in _OF_THE_WINDOW}
     facts = {**own, "checkpoint": checkpoint_digest(checkpoint.path), "memory": read_memory().total}
     longest = checkpoint.config.max_position_embeddings
     limit = longest if settings.device == "cuda" else min(LARGEST_DEFAULT_CONTEXT, longest)

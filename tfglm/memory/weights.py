@@ -19,7 +19,6 @@ from tfglm.layout import Layout, Placement, Share
 from tfglm.memory.flash import FlashInventory
 from tfglm.memory.inventory import Alike, Inventory
 
-DENSE_FORMATS = ("bf16", "fp8", "q8", "q6", "q4")
 _GROUP, _ROWS = 64, 16
 _DENSE = {
     *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "eh_proj"),
@@ -93,7 +92,7 @@ def _tensor_bytes(
 
 
 def matrix_bytes(rows: int, columns: int, held_as: str) -> int:
-    """A matrix [rows, columns] in one of DENSE_FORMATS. Columns that are no multiple of 64 keep it bfloat16."""
+    """A matrix [rows, columns] in one of DENSE_FORMATS (settings.py). Columns that are no multiple of 64 keep it bf16."""
     if held_as == "bf16" or columns % _GROUP:
         return 2 * rows * columns
     padded = -(-rows // _ROWS) * _ROWS

@@ -178,7 +178,7 @@ def load_model(
     """The model of an open checkpoint, with a cache of `tokens` tokens over all streams.
 
     device: "cpu" or "cuda". kv: the cache's format. dense, head: formats of linear layers and of lm_head on a GPU
-    (ops.cuda.DENSE_KINDS); a CPU multiplies by what the checkpoint holds. group: the ranks to spread it over, all of
+    (settings.DENSE_FORMATS); a CPU multiplies by what the checkpoint holds. group: the ranks to spread it over, all of
     which load at the same time, each its own part; placement: of the routed experts' columns; cp: deal the caches out
     to them, each with room for `tokens` tokens.
     progress is called after each tensor with the bytes done and the bytes there are. Memory stays near the size of what

@@ -20,8 +20,7 @@ from tfglm.ops.base import Experts, Part, PlainExperts, Rope, Routing, Selection
 from tfglm.ops.cuda_experts import Exl3Layers
 from tfglm.ops.cuda_linear import Dense
 from tfglm.ops.exl3_weights import Exl3Experts, Weight, plain
-
-DENSE_KINDS = ("bf16", "fp8", "q4", "q6", "q8")
+from tfglm.settings import DENSE_FORMATS
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("dense", "head"):
-            if (kind := getattr(self, name)) not in DENSE_KINDS:
-                raise ConfigError(f"{name} is {kind!r}; supported: {', '.join(DENSE_KINDS)}")
+            if (kind := getattr(self, name)) not in DENSE_FORMATS:
+                raise ConfigError(f"{name} is {kind!r}; supported: {', '.join(DENSE_FORMATS)}")
 
 
 class CudaOps:
