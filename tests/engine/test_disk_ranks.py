@@ -3,6 +3,7 @@ is that of a prompt that was read."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,8 @@ from threaded_ranks import spread
 
 from tfglm.cache.disk import PageStore
 from tfglm.cache.kept import KeptStates
-from tfglm.cache.pages import PAGE
+from tfglm.cache.latent import LayerPlanes
+from tfglm.cache.pages import PAGE, PagePool, Stream
 from tfglm.cache.ranked_disk import DiskFollower, RankedDiskTier
 from tfglm.cache.tier import Pages
 from tfglm.checkpoint.store import Checkpoint
@@ -30,7 +32,7 @@ from tfglm.engine.engine import Engine
 from tfglm.engine.states import PromptStates
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.models.glm53 import Glm53
-from tfglm.ops.group import Message
+from tfglm.ops.group import Alone, Message
 from tfglm.settings import Settings
 
 WHO = b"w" * 32
@@ -117,6 +119,73 @@ def test_a_prompt_resumes_after_a_restart_of_all_ranks(tmp_path: Path, tiny: Che
         assert outcome(reply(engine, replace(WANTED, id="b", prompt=[*PROMPT[: 2 * PAGE], *PROMPT[:9]]))) == outcome(
             longer
         )
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_slow_disk_of_one_rank_holds_up_no_other_reply(
+    rank: int, tmp_path: Path, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one prompt waits for a page of that rank, another's is read and its whole reply written."""
+    with served(tmp_path, tiny) as engine:
+        first = reply(engine)
+    read, other_ended = PageStore.read, threading.Event()
+    monkeypatch.setattr("tfglm.cache.tier.READ_LIMIT_S", LIMIT)
+
+    def slow(self: PageStore, key: bytes) -> bytearray | None:
+        assert self._folder != folder_of(tmp_path, rank) or other_ended.wait(LIMIT / 4)
+        return read(self, key)
+
+    monkeypatch.setattr(PageStore, "read", slow)
+    with served(tmp_path, tiny) as engine:
+        again = ask(engine, WANTED)
+        other = ask(engine, replace(WANTED, id="b", prompt=PROMPT[5:40]))
+        assert other.finished and not again.ended.is_set()
+        other_ended.set()
+        assert cached(again) == 3 * PAGE
+    assert outcome(again) == outcome(first)
+
+
+def test_what_a_rank_has_on_its_disk_is_not_copied_to_be_written_again(
+    tmp_path: Path, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    copy = Pages.read
+    monkeypatch.setattr(Pages, "read", lambda self, page: (copied.append(page), copy(self, page))[1])
+    with served(tmp_path, tiny) as engine:
+        reply(engine)
+    assert len(copied) == 3 * RANKS
+    with served(tmp_path, tiny) as engine:
+        assert cached(reply(engine)) == 3 * PAGE
+    assert len(copied) == 3 * RANKS
+
+
+class Listening(Alone):
+    """Hears what is announced."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def announce(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+def test_a_long_reply_is_kept_with_one_message(tmp_path: Path) -> None:
+    """Its pages all become kept when it ends; a follower is given up when it is a thousand messages behind."""
+    pages, group = 1500, Listening()
+    pool = PagePool(pages)
+    kept = KeptStates(pool, pages, WHO)
+    planes = Pages([LayerPlanes(torch.zeros(pages, 1), torch.zeros(pages, 1), None)])
+    tier = RankedDiskTier(kept, planes, store(tmp_path, 0, planes), group)
+    tier._broken = True  # nothing is to be written here
+    stream = Stream(pool)
+    stream.pages = pool.take(pages)
+    keys = kept.keys(range(pages * PAGE))
+    assert kept.keep(stream, keys) == pages
+    tier.close()
+    [message] = group.messages
+    assert message.integers("pages") == stream.pages
+    found = [row.tobytes() for row in message.arrays["keys"].numpy()]
+    assert found[::2] == keys and found[1::2] == [kept.root, *keys[:-1]]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tfglm.cache.disk import AHEAD
 from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
@@ -111,6 +112,8 @@ def test_pages_on_their_way_to_the_disk_are_planned(full: Inventory) -> None:
     with_disk, without = planned(full, disk_cache="/cache"), planned(full)
     pages = (with_disk.ranks[0].need - without.ranks[0].need) / (PAGE * without.bytes_per_token)
     assert 8 <= pages <= 32 and pages == int(pages)
+    own, other = (rank.disk // (PAGE * without.bytes_per_token) for rank in with_disk.ranks[:2])
+    assert (own, other) == (pages, pages + AHEAD), "what waits to be written is a copy on other ranks"
     assert with_disk.largest < without.largest
 
 

@@ -38,6 +38,8 @@ AHEAD = 2 * READERS
 """Pages that are read before they are asked for."""
 IN_MEMORY = AHEAD + 3
 """Pages in memory at most while they are on their way, to and from the disk."""
+IN_MEMORY_FOLLOWING = IN_MEMORY + AHEAD
+"""The same of a rank other than 0, where pages that wait to be written are copies."""
 HEADER_BYTES = _HEADER.size + _CHECK.size
 _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{32})\.page")
 _TEMPORARY = ".tmp"

@@ -49,8 +49,8 @@ class KeptStates:
     """
 
     def __init__(self, pool: PagePool, budget: int, identity: bytes = b"") -> None:
-        self.write_away: Callable[[Block], None] | None = None
-        """Called with every page that becomes kept; `written` is to be called when that is done."""
+        self.write_away: Callable[[Sequence[Block]], None] | None = None
+        """Called with pages that have become kept; `written` is to be called for each when that is done."""
         self.page_tokens = pool.page_tokens
         self._pool = pool
         self._budget = budget
@@ -136,9 +136,8 @@ class KeptStates:
                     lent.append(block)
                     kept.append(block)
                 parent = block
-        if self.write_away:
-            for block in kept:
-                self.write_away(block)
+        if self.write_away and kept:
+            self.write_away(kept)
         return len(kept)
 
     def part(self, stream: Stream) -> None:

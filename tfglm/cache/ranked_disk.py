@@ -3,6 +3,7 @@ on from those that every rank has. No page travels between ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -17,6 +18,9 @@ from tfglm.ops.group import Fact, Group, Message, together
 
 log = logging.getLogger(__name__)
 
+_LOST, _LATE, _READY = range(3)
+"""How a rank's next page is: not to be had, not there yet, in memory."""
+
 
 class RankedDiskTier(DiskTier):
     """Rank 0's: a DiskTier that tells the others what to write and what to bring back. The engine's thread calls it."""
@@ -26,7 +30,6 @@ class RankedDiskTier(DiskTier):
         self._group = group
         self._under_way: dict[int, Fetch] = {}
         self._begun = 0
-        kept.write_away = self._keep
 
     def fetch(self, keys: Sequence[bytes]) -> Fetch | None:
         """The pages that the disks of all ranks have."""
@@ -46,23 +49,29 @@ class RankedDiskTier(DiskTier):
     def put(self, fetch: Fetch, page: int, data: bytearray) -> bool:
         number = next(number for number, one in self._under_way.items() if one is fetch)
         with together(self._group, Message("disk_put", {"number": number, "page": page})):
-            self.pages.write(page, data)
-            return bool(least(self._group, 1, self.pages.device))
+            state = least(self._group, _READY, self.pages.device)
+            if state == _READY:
+                self.pages.write(page, data)
+        if state == _LATE:
+            raise PageLateError
+        return state == _READY
 
     def used(self, keys: Sequence[bytes]) -> None:
         super().used(keys)
         with together(self._group, Message("disk_used", arrays=_packed(keys))):
             pass
 
-    def _keep(self, block: Block) -> None:
-        before = block.parent.key if block.parent is not None else self._kept.root
-        with together(self._group, Message("disk_keep", {"page": block.page}, _packed([block.key, before]))):
-            self._named.put(block)
+    def _write_later(self, blocks: Sequence[Block]) -> None:
+        """One message, however many they are: a long reply's are kept all at once when it ends."""
+        befores = (block.parent.key if block.parent is not None else self._kept.root for block in blocks)
+        keys = [key for pair in zip([block.key for block in blocks], befores, strict=True) for key in pair]
+        with together(self._group, Message("disk_keep", {"pages": [block.page for block in blocks]}, _packed(keys))):
+            super()._write_later(blocks)
 
 
 class DiskFollower:
     """Another rank's side. What is to be written is copied at once, for the next forward may use the page again, and
-    written by a thread of its own; with AHEAD pages on their way a page more is left out, and is then no rank's."""
+    written by a thread of its own; with AHEAD pages on their way those that follow are left out, and are then no rank's."""
 
     def __init__(self, pages: Pages, store: PageStore, group: Group) -> None:
         self._pages, self._store, self._group = pages, store, group
@@ -92,11 +101,12 @@ class DiskFollower:
         self._store.close()
 
     def _keep(self, message: Message) -> None:
-        [page] = message.integers("page")
-        if self._broken or self._to_write.full():
-            return
-        key, before = _keys(message)
-        self._offer((key, before, self._pages.read(page)))
+        keys = _keys(message)
+        for page, key, before in zip(message.integers("pages"), keys[::2], keys[1::2], strict=True):
+            if self._broken or self._to_write.full():
+                return
+            if key not in self._store:
+                self._offer((key, before, self._pages.read(page)))
 
     def _used(self, message: Message) -> None:
         self._offer(_keys(message))
@@ -114,17 +124,14 @@ class DiskFollower:
 
     def _put(self, message: Message) -> None:
         [number], [page] = message.integers("number"), message.integers("page")
-        data = self._next(self._fetches[number])
-        if data is not None:
+        fetch = self._fetches[number]
+        state, data = _LATE, None
+        with contextlib.suppress(PageLateError):
+            data = fetch.next()
+            state = _LOST if data is None else _READY
+        if least(self._group, state, self._pages.device) == _READY and data is not None:
             self._pages.write(page, data)
-        least(self._group, int(data is not None), self._pages.device)
-
-    def _next(self, fetch: Fetch) -> bytearray | None:
-        while True:
-            try:
-                return fetch.next()
-            except PageLateError:
-                continue  # it gives up by itself
+            fetch.taken()
 
     def _offer(self, item: tuple[bytes, bytes, bytearray] | list[bytes]) -> None:
         try:

@@ -84,7 +84,8 @@ class PageLateError(Exception):
 
 
 class Fetch:
-    """Pages on their way from the disk, in order. `next` gives each; None means that the rest is to be computed.
+    """Pages on their way from the disk, in order. `next` gives one, the same until it is `taken`; None means that the
+    rest is to be computed.
 
     All fetches together read AHEAD pages before they are asked for, and one that is waited for.
     """
@@ -121,11 +122,13 @@ class Fetch:
         self._waiting_since = None
         if page is None:
             self.close()
-        else:
-            self._coming.popleft()
-            self._readers.ahead -= 1
-            self._read_ahead()
         return page
+
+    def taken(self) -> None:
+        """What `next` gave is in the cache: on to the page after it."""
+        self._coming.popleft()
+        self._readers.ahead -= 1
+        self._read_ahead()
 
     def close(self) -> None:
         self._keys.clear()
@@ -152,7 +155,7 @@ class DiskTier:
         self._readers = Readers()
         self._named: queue.SimpleQueue[Block | list[bytes] | None] = queue.SimpleQueue()
         self._broken = False
-        kept.write_away = self._named.put
+        kept.write_away = self._write_later
         self._writer = threading.Thread(target=self._run, name="disk-write", daemon=True)
         self._writer.start()
 
@@ -162,7 +165,8 @@ class DiskTier:
         return self._fetch(keys[:count]) if count else None
 
     def put(self, fetch: Fetch, page: int, data: bytearray) -> bool:
-        """Put what a fetch gave into a page of the cache. False: it is of no use, and neither is what follows."""
+        """Put what a fetch gave into a page of the cache. False: it is of no use, and neither is what follows. Raises
+        PageLateError where it is to be put again later."""
         self.pages.write(page, data)
         return True
 
@@ -178,6 +182,10 @@ class DiskTier:
         self._writer.join(READ_LIMIT_S)
         self._readers.pool.shutdown(cancel_futures=True)
         self._store.close()
+
+    def _write_later(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._named.put(block)
 
     def _stored(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys the disk has."""

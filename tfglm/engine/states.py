@@ -73,10 +73,16 @@ class PromptStates:
             if page is None:
                 break
             stream.pages += stream.pool.take(1)
-            if not self._disk.put(fetch, stream.pages[-1], page):
+            try:
+                useful = self._disk.put(fetch, stream.pages[-1], page)
+            except PageLateError:
+                stream.release_spare()
+                return stream.length - start or None
+            if not useful:
                 stream.release_spare()
                 fetch.close()
                 break
+            fetch.taken()
             stream.length += stream.pool.page_tokens
         if not fetch.left:
             del self._fetches[reply]

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfglm.cache.disk import IN_MEMORY
+from tfglm.cache.disk import IN_MEMORY, IN_MEMORY_FOLLOWING
 from tfglm.cache.pages import PAGE
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.memory.demand import Planned, demand_of
@@ -32,9 +32,6 @@ _STAGED = 3
 """Matrices beside the weights while a checkpoint is loaded, of the largest size."""
 _EXCHANGE_BYTES = 512 * 1024
 """Of one slot of a small exchange; each rank has two slots a peer and two of its own."""
-_GATHERED_COPIES = 3
-"""Of a layer's rows that a prompt gathers under CP: as they came from the ranks, by position, and on their way through
-host memory, which on a machine with one memory is the same memory."""
 _GRAPH_BYTES = 72 * 1024
 """Of one layer in one captured window, beside scratch: 96 windows of 78 layers took 610 MiB on an H200, and as many of
 their MTP layer 110."""
@@ -237,6 +234,7 @@ class _Planner:
     def _rank(self, rank: int, context: int) -> RankPlan:
         settings, held = self._settings, self._demand.weights[rank]
         pages = self._window_pages(context) * settings.parallel
+        in_transit = IN_MEMORY if rank == 0 else IN_MEMORY_FOLLOWING
         return RankPlan(
             rank=rank,
             experts=held.experts,
@@ -251,7 +249,7 @@ class _Planner:
             exchanges=self._exchanges(context),
             graphs=self._graphs(context),
             kept=self.kept_pages * PAGE * self.per_token,
-            disk=IN_MEMORY * PAGE * self.per_token if settings.disk_cache else 0,
+            disk=in_transit * PAGE * self.per_token if settings.disk_cache else 0,
             overhead=round(settings.overhead_gib * GIB),
             available=self._available[rank],
         )
@@ -280,5 +278,5 @@ class _Planner:
         ranks = self._settings.ranks
         if ranks == 1:
             return 0
-        gathered = _GATHERED_COPIES * context * self._demand.gathered if self._cut > 1 else 0
+        gathered = context * self._demand.gathered if self._cut > 1 else 0
         return 2 * ranks * _EXCHANGE_BYTES + gathered
