@@ -71,7 +71,8 @@ class RankedDiskTier(DiskTier):
 
 class DiskFollower:
     """Another rank's side. What is to be written is copied at once, for the next forward may use the page again, and
-    written by a thread of its own; with AHEAD pages on their way those that follow are left out, and are then no rank's."""
+    written by a thread of its own; with AHEAD pages on their way those after them are left out, and then no prompt goes
+    on from them."""
 
     def __init__(self, pages: Pages, store: PageStore, group: Group) -> None:
         self._pages, self._store, self._group = pages, store, group
