@@ -156,3 +156,7 @@ def test_a_beat_fits_a_packet() -> None:
     beat = Beat(7, 2**61, 10**7, "d" * 16, "1.10.100", "preparing", 10**5, 10**5, (2**61,) * 8, "r" * 999, "E_RANKS")
     full = Beat(**{**beat.__dict__, "lost": "l" * 200, "figures": {**figures, "running": 8, "rails": rails}})
     assert len(full.encode("cluster-name")) <= 1472
+    foreign = Beat(**{**full.__dict__, "reason": 'Gerät nicht verfügbar: "x"\n' * 20})
+    data = foreign.encode("cluster-name")
+    assert len(data) <= 1472
+    assert foreign.reason.startswith(json.loads(data)["beat"]["reason"])

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfglm.cli.playbooks import add_arguments, play
 from tfglm.errors import ConfigError, RanksError
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--wire", default="", choices=("gloo", "shared", "nccl"), help="default: what the cluster uses")
     parser.add_argument("--leader", default="", help=argparse.SUPPRESS)  # where the local ranks meet
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
-    from tfglm.cli.playbooks import add_arguments
-
     add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -66,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
         for report in reports:
             print(json.dumps(report)) if args.json else _print(report)
         return 1 if any(report["problems"] for report in reports) else 0
-    from tfglm.cli.playbooks import play
-
     return play("doctor.yml", args)
 
 
@@ -144,8 +141,9 @@ def _cluster_part(args: argparse.Namespace) -> dict[str, Any] | None:
     if lacks:
         raise RanksError(f"rank {node.rank} lacks {lacks}")
     os.environ.update(engine_environment(node, resolve(node), len(cluster.ranks)))
-    configured = cluster.tfglm_settings().wire
-    wire = args.wire or ("" if configured == "auto" else configured)
+    from tfglm.engine.spread import chosen_wire
+
+    wire = args.wire or chosen_wire(cluster.tfglm_settings(), one_machine=False)
     leader = (cluster.ranks[0].control, cluster.ports.doctor)
     return _trial(node.rank, len(cluster.ranks), leader, wire, control, (cluster, node))
 
@@ -161,8 +159,7 @@ def _trial(
     from tfglm.ranks.wires import open_wire
 
     torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() and wire_name in ("", "nccl") else "cpu"
-    wire_name = wire_name or ("nccl" if device == "cuda" else "gloo")
+    device = "cuda" if wire_name == "nccl" else "cpu"
     facts = {"trial": wire_name}
     if rank == 0:
         control = lead(listen(leader), ranks, facts, limit_s=_MEET_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,11 +106,8 @@ def _command(args: argparse.Namespace, cluster: Cluster, node: Node) -> int:
     from tfglm.supervisor.fabric import engine_environment, resolve
     from tfglm.supervisor.runtime import Runtime
 
-    runtime = Runtime(cluster, node)
     network = engine_environment(node, resolve(node), len(cluster.ranks))
-    variables = runtime.engine_variables(1, network) if cluster.runtime == "venv" else {}
-    words = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
-    print(" ".join([*words, shlex.join(runtime.engine(1, network))]))
+    print(Runtime(cluster, node).engine_shown(1, network))
     return 0
 
 

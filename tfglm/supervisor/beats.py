@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
 LONGEST_REASON = 300
+"""Bytes, as JSON writes them: a beat must fit an ordinary packet, or its rail would seem dead."""
 _IP_HEADERS = 28
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO = 10, 2  # linux/in.h; the socket module has no names for them
 
@@ -54,8 +55,15 @@ class Beat:
     """For `tfglm status`: pid, since, memory, traffic, tokens a second."""
 
     def encode(self, cluster: str, config: Mapping[str, str] | None = None) -> bytes:
-        facts = dataclasses.asdict(self) | {"reason": self.reason[:LONGEST_REASON]}
+        facts = dataclasses.asdict(self) | {"reason": _short(self.reason)}
         return json.dumps({"cluster": cluster, "beat": facts, "config": config}, separators=(",", ":")).encode()
+
+
+def _short(text: str) -> str:
+    text = text[:LONGEST_REASON]
+    while len(json.dumps(text)) - 2 > LONGEST_REASON:
+        text = text[:-1]
+    return text
 
 
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Beat))

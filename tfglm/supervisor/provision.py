@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import json
 import re
-import shlex
 import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -164,11 +163,7 @@ def command_line(cluster: Mapping[str, Any], node: Mapping[str, Any], ports: Seq
         own = read_node(facts, folder)
     gids = {_bare(a): gid for port in ports for a, gid in zip(port["addresses"], port["gids"], strict=False)}
     rails = tuple(RailState(rail, gids.get(rail.address, -1)) for rail in own.rails)
-    runtime = Runtime(facts, own)
-    network = engine_environment(own, rails, len(facts.ranks))
-    variables = runtime.engine_variables(1, network) if facts.runtime == "venv" else {}
-    words = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
-    return " ".join([*words, shlex.join(runtime.engine(1, network))])
+    return Runtime(facts, own).engine_shown(1, engine_environment(own, rails, len(facts.ranks)))
 
 
 def plan_lines(plan: Mapping[str, Any], machines: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,12 @@ class Runtime:
         if cluster.runtime == "venv":
             return [*cluster.command, *words]
         return self._container(words, self.engine_variables(generation, network), generation)
+
+    def engine_shown(self, generation: int, network: Mapping[str, str]) -> str:
+        """The same as one would type it, with the variables that a container does not get by its command line."""
+        variables = self.engine_variables(generation, network) if self.cluster.runtime == "venv" else {}
+        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+        return " ".join([*words, shlex.join(self.engine(generation, network))])
 
     def trial(self, config: Path, network: Mapping[str, str]) -> list[str]:
         """The command line of this rank's part of `tfglm doctor`, inside a container beside the engine's."""
