@@ -92,7 +92,7 @@ def _tensor_bytes(
 
 
 def matrix_bytes(rows: int, columns: int, held_as: str) -> int:
-    """A matrix [rows, columns] in one of DENSE_FORMATS (settings.py). Columns that are no multiple of 64 keep it bf16."""
+    """A matrix [rows, columns] in a format of settings.DENSE_FORMATS; bf16 if its columns are no multiple of 64."""
     if held_as == "bf16" or columns % _GROUP:
         return 2 * rows * columns
     padded = -(-rows // _ROWS) * _ROWS
