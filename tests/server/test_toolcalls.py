@@ -143,7 +143,10 @@ PROSE = [
     "<tool_call>unknown",
     "<tool_call>path</arg_key><arg_value>x</arg_value></tool_call>",
     "<tool_call>" + " " * 600 + "now</tool_call>",
+    "<tool_call>" + " " * 514 + '{"name": "now"}</tool_call>',
+    '<tool_call>{"name": "now", "arguments": {"x": "<tool_call>"}}</tool_call>',
     "</tool_call></arg_value><arg_key>",
+    "<tool_call></arg_key>",
     "a < b, <tool, <tool_call",
     '<tool_call>{"a": 1}</tool_call>',
     '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
@@ -158,7 +161,8 @@ PROSE = [
 @pytest.mark.parametrize("text", PROSE, ids=range(len(PROSE)))
 def test_markup_that_is_only_spoken_of_is_text(text: str) -> None:
     for prose in (text, f"So: {text} {text}"):
-        assert read([prose]) == ((prose, []), [])
+        assert read([prose]) == read([prose[:600], *prose[600:2000], prose[2000:]]) == ((prose, []), [])
+        assert read(list(prose[:600]), ended=False)[0][1] == []
         assert read([prose], ended=False) == ((prose, []), [])
 
 
@@ -430,6 +434,32 @@ def test_any_cut_of_any_thought_gives_the_same(pieces: list[str]) -> None:
     assert think(pieces) == whole == think(list(text))
     assert text.startswith(whole[0]) and (whole[1][1] or whole[0] == text)
     assert think(pieces, closed=True)[0] == text
+
+
+@pytest.mark.parametrize("begin", ["", '<tool_call>{"', "<tool_call>read<arg_key>path</arg_key>"])
+@pytest.mark.parametrize(
+    "loop", ["<tool_call>", '<tool_call>{"', "<tool_call>read<arg_key>", "<tool_call> ", READ + " or "]
+)
+def test_a_model_that_repeats_itself_is_not_read_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, begin: str, loop: str
+) -> None:
+    """Text of a trial that came to nothing is scanned once more for the next, but only what lies behind its slip."""
+    fed = 0
+
+    class Counting(CallParser):
+        def feed(self, text: str) -> list[Part]:
+            nonlocal fed
+            fed += len(text)
+            return super().feed(text)
+
+    monkeypatch.setattr("tfglm.server.thoughts.CallParser", Counting)
+    text = begin + loop * 2000
+    for pieces in ([text], [text[i : i + 5] for i in range(0, len(text), 5)]):
+        fed = 0
+        thoughts = ThoughtCalls(TOOLS)
+        for piece in pieces:
+            thoughts.feed(piece)
+        assert 0 < fed < 8 * len(text)
 
 
 def test_thinking_flows_on_behind_a_mention() -> None:

@@ -11,6 +11,8 @@ from tfglm.server.offered import OfferedTools, Tool
 
 MAX_HEAD = 512
 """Characters up to the first tag."""
+HEAD_WINDOW = MAX_HEAD + len(END_KEY)
+"""What decides is within so many characters."""
 _REGULAR = re.compile(r"(?:[A-Za-z0-9_-]{1,128}(?:[ \t\r\n]+[^ \t\r\n]*)?)?[ \t\r\n]*")
 """A name, perhaps with a key behind it whose tag is missing, or the beginning of such a head."""
 
@@ -29,7 +31,8 @@ Verdict = Head | Literal["more", "text", "json"]
 
 def read_head(text: str, tools: OfferedTools) -> Verdict:
     """The head at the start of `text`; "more" while that cannot be told; "json" if an object or array begins there."""
-    if text.lstrip(SPACE)[:1] in ("{", "["):
+    bare = text.lstrip(SPACE)
+    if bare[:1] in ("{", "[") and len(text) - len(bare) <= MAX_HEAD:
         return "json"
     at = text.find("<")
     words = text if at < 0 else text[:at]
@@ -50,7 +53,7 @@ def read_head(text: str, tools: OfferedTools) -> Verdict:
 def _without_key_tag(words: str, tools: OfferedTools) -> Head | None:
     """`NAME KEY</arg_key>`, or both in one word, which a known name must part."""
     lead = len(words) - len(words.lstrip(SPACE))
-    name, *key = words.split()
+    name, *key = words.split() or [""]
     if key:
         tool = tools.find(name)
     else:

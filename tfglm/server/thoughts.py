@@ -10,6 +10,8 @@ from tfglm.server.markup import OPEN, partial_end
 from tfglm.server.offered import OfferedTools
 from tfglm.server.toolcalls import CallParser, Part
 
+_BITE = 64
+
 
 class ThoughtCalls:
     """Fed with the text of the reasoning; gives back the text that is reasoning for certain."""
@@ -62,12 +64,14 @@ class ThoughtCalls:
         return text[at:] if self._trial else ""
 
     def _try(self, trial: CallParser, text: str, released: list[str]) -> str:
-        """Feed the trial; if it turns out to be prose, release that and give back what is to be scanned again."""
-        self._parts += trial.feed(text)
-        self._held.append(text)
+        """Feed the trial; if it turns out to be prose, release that and give back what is to be scanned again. A little
+        at a time: what is fed beyond the prose is read twice."""
+        fed, rest = text[:_BITE], text[_BITE:]
+        self._parts += trial.feed(fed)
+        self._held.append(fed)
         if trial.strayed is None:
-            return ""
+            return rest
         held = self.close()
         end = max(trial.strayed, len(OPEN))
         released.append(held[:end])
-        return held[end:]
+        return held[end:] + rest

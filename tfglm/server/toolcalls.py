@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tfglm.server.argtypes import Types, is_plain_text, quoted, typed
-from tfglm.server.callhead import read_head
+from tfglm.server.callhead import HEAD_WINDOW, read_head
 from tfglm.server.jsoncalls import calls_in_json
 from tfglm.server.markup import ARG_KEY, ARG_VALUE, CLOSE, END_KEY, END_VALUE, OPEN, SPACE, partial_end, starts
 from tfglm.server.offered import OfferedTools, Tool
@@ -134,7 +134,7 @@ class CallParser:
         return True
 
     def _head(self) -> bool:
-        head = read_head(self._buffer[len(OPEN) :], self._tools)
+        head = read_head(self._buffer[len(OPEN) : len(OPEN) + HEAD_WINDOW], self._tools)
         if head == "more":
             return False
         if head == "text":
@@ -149,6 +149,8 @@ class CallParser:
 
     def _json(self) -> bool:
         end = self._buffer.find(CLOSE, 0, MAX_HELD)
+        if self._buffer.find(OPEN, len(OPEN), end if end >= 0 else MAX_HELD) >= 0:
+            return self._opener_is_text()
         if end < 0:
             return len(self._buffer) >= MAX_HELD and self._opener_is_text()
         calls = calls_in_json(self._buffer[len(OPEN) : end], self._tools)
