@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from threaded_ranks import spread
+from threaded_ranks import ThreadGroup, spread
 
 from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.store import Checkpoint
@@ -93,6 +93,36 @@ def test_two_prompts_in_one_window(tiny: Checkpoint) -> None:
         streams = [model.open_stream() for _ in range(2)]
         window = [Rows(s, t, len(t), prompt=True) for s, t in zip(streams, (first, second), strict=True)]
         assert torch.equal(model.forward(window), torch.cat(alone))
+
+
+def test_a_long_prompts_rows_are_gathered_some_at_a_time(tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams in a window, at and past the edge of a gather: the same bits, and no gather of more rows."""
+    texts = text(4 * PAGE, 12), text(2 * PAGE + 3, 13)
+    most = 0
+
+    def counted(self: ThreadGroup, part: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        most = max(most, len(part))
+        return gather(self, part)
+
+    def last_rows() -> torch.Tensor:
+        streams = [model.open_stream() for _ in texts]
+        for stream, words in zip(streams, texts, strict=True):
+            for start in range(0, len(words) - 9, 128):
+                model.forward([Rows(stream, words[start : min(start + 128, len(words) - 9)], 0, prompt=True)])
+        window = [Rows(s, words[-9:], 9, prompt=True) for s, words in zip(streams, texts, strict=True)]
+        found = model.forward(window)
+        for stream in streams:
+            stream.close()
+        return found
+
+    with spread(tiny, 2, tokens=4 * PAGE, cp=True) as [model, *_]:
+        expected = last_rows()
+        gather = ThreadGroup.gather
+        monkeypatch.setattr(ThreadGroup, "gather", counted)
+        monkeypatch.setattr("tfglm.models.context.GATHERED_PAGES", 1)
+        assert torch.equal(last_rows(), expected)
+    assert most == PAGE
 
 
 def test_every_rank_holds_its_share_of_a_stream(tiny: Checkpoint) -> None:

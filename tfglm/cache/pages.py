@@ -7,6 +7,8 @@ from tfglm.errors import MemoryShortError
 
 PAGE = 256
 """Tokens a page; also the tile of keys the indexer scores at a time."""
+GATHERED_PAGES = 64
+"""Of each context-parallel rank, that a prompt's window takes in one gather."""
 
 
 class PagePool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfglm.cache.disk import IN_MEMORY, IN_MEMORY_FOLLOWING
-from tfglm.cache.pages import PAGE
+from tfglm.cache.pages import GATHERED_PAGES, PAGE
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.memory.demand import Planned, demand_of
 from tfglm.settings import Settings, flag_name
@@ -32,6 +32,9 @@ _STAGED = 3
 """Matrices beside the weights while a checkpoint is loaded, of the largest size."""
 _EXCHANGE_BYTES = 512 * 1024
 """Of one slot of a small exchange; each rank has two slots a peer and two of its own."""
+_GATHERED_COPIES = 3
+"""Of the rows in one gather of a prompt under CP: as they came from the ranks, by position, and on their way through
+host memory, which on a machine with one memory is the same memory."""
 _GRAPH_BYTES = 72 * 1024
 """Of one layer in one captured window, beside scratch: 96 windows of 78 layers took 610 MiB on an H200, and as many of
 their MTP layer 110."""
@@ -278,5 +281,6 @@ class _Planner:
         ranks = self._settings.ranks
         if ranks == 1:
             return 0
-        gathered = context * self._demand.gathered if self._cut > 1 else 0
+        pieces = _GATHERED_COPIES * min(context, ranks * GATHERED_PAGES * PAGE)
+        gathered = (context + pieces) * self._demand.gathered if self._cut > 1 else 0
         return 2 * ranks * _EXCHANGE_BYTES + gathered

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tfglm.cache.latent import LayerPlanes
-from tfglm.cache.pages import PAGE, PagePool
+from tfglm.cache.pages import GATHERED_PAGES, PAGE, PagePool
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.layout import Family, Layout
 from tfglm.models.window import LaidOut
@@ -128,14 +128,19 @@ class DealtWindow:
 
     def _gathered(self, plane: torch.Tensor) -> torch.Tensor:
         """The rows of all streams of the window from all ranks, by position, one stream after the other: [1, rows,
-        width]."""
-        streams = []
+        width]. Some pages at a time, so that of a long stream nothing but the result is held whole."""
+        rows = plane.new_empty(sum(self._lengths), plane.shape[2])
+        start = 0
         for stream, length in enumerate(self._lengths):
+            of_stream, start = rows[start : start + length], start + length
             local = -(-length // self._ranks)
             pages = self.window.pages[stream, : -(-local // PAGE)]
-            held = plane[pages].flatten(0, 1)[:local].contiguous()
-            streams.append(self._dealt.group.gather(held).transpose(0, 1).flatten(0, 1)[:length])
-        return (streams[0] if len(streams) == 1 else torch.cat(streams))[None]
+            for some in range(0, len(pages), GATHERED_PAGES):
+                first = some * PAGE
+                held = plane[pages[some : some + GATHERED_PAGES]].flatten(0, 1)[: local - first].contiguous()
+                place = of_stream[first * self._ranks :][: len(held) * self._ranks]
+                place.copy_(self._dealt.group.gather(held).transpose(0, 1).flatten(0, 1)[: len(place)])
+        return rows[None]
 
 
 def _ascending(positions: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
