@@ -71,4 +71,7 @@ def test_other_sources_are_another_model(tmp_path: Path) -> None:
     assert code_digest(tmp_path) == known
     (tmp_path / "kernels" / "one.cu").write_text("b")
     assert code_digest(tmp_path) != known
+    known = code_digest(tmp_path)
+    (tmp_path / "layout.py").write_text("another rank adds first")
+    assert code_digest(tmp_path) != known
     assert code_digest() == code_digest() != code_digest(tmp_path)

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _SAMPLE_BYTES = 1 << 16
-_COMPUTES = ("cache", "formats", "kernels", "models", "ops")
-"""Packages whose sources decide a cached row's bits."""
+_COMPUTES = ("cache", "checkpoint", "formats", "kernels", "layout.py", "models", "ops", "ranks")
+"""Packages and modules whose sources decide a cached row's bits: also who has what of it, and who adds first."""
 
 
 def code_digest(package: Path = Path(__file__).parents[1]) -> str:
     """Of all sources that compute or store a cached row. The version's number alone would let a kernel that was changed
     between two releases resume on rows of the one before."""
     digest = hashlib.blake2b(digest_size=16)
-    for folder in _COMPUTES:
-        for file in sorted((package / folder).rglob("*")):
+    for name in _COMPUTES:
+        path = package / name
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
             if file.suffix in (".py", ".cu", ".cuh"):
                 digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
