@@ -148,10 +148,10 @@ class ChatReply:
         text, parts, parser = thoughts.finish()
         if parser is not None:
             self._parser = parser
-        return [
-            *self._reason(text),
-            *self._present([part for part in parts if isinstance(part, Text) or not (self._one_call and part.index)]),
-        ]
+            if self._one_call:
+                parts = [part for part in parts if not isinstance(part, Text) and part.index == 0]
+                del parser.results[1:]
+        return self._reason(text) + self._present(parts)
 
     def _reason(self, text: str) -> list[Piece]:
         if not text:
