@@ -79,7 +79,7 @@ class Settings:
     )
     kv: str = _setting(
         "bf16",
-        "format of the latent cache; a CPU has bf16, and fp32 only for comparing with other engines",
+        "format of the latent cache; fp32 is a CPU's only, for comparing with other engines",
         choices=("bf16", "fp8", "fp4", "fp4x", "fp32"),
         commands=_BOTH,
     )

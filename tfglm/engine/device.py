@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from tfglm.cache.latent import DTYPES
 from tfglm.errors import ConfigError
 from tfglm.formats.latent import KvFormat
 from tfglm.memory.info import read_memory
@@ -22,11 +21,9 @@ def choose_device(device: str, kv: str, dense: str, head: str) -> str:
     if device == "cuda" and problem:
         raise ConfigError(f"device is 'cuda', but {problem}; supported here: cpu")
     chosen = "cpu" if device == "cpu" or problem else "cuda"
-    gpu, cpu = [kind.value for kind in KvFormat], list(DTYPES)
-    formats, others, other = (gpu, cpu, "cpu") if chosen == "cuda" else (cpu, gpu, "cuda")
-    if kv not in formats:
-        hint = f"; --device {other} has it" if kv in others else ""
-        raise ConfigError(f"kv is {kv!r}; supported on device {chosen}: {', '.join(formats)}{hint}")
+    formats = [kind.value for kind in KvFormat]
+    if chosen == "cuda" and kv not in formats:
+        raise ConfigError(f"kv is {kv!r}; supported on device cuda: {', '.join(formats)}; --device cpu has it")
     for name, value in (("dense", dense), ("head", head)):
         if chosen == "cpu" and value != "bf16":
             raise ConfigError(f"{name} is {value!r}; a CPU computes with what the checkpoint holds: leave it at bf16")

@@ -136,12 +136,16 @@ def make_plan(inventory: Planned, settings: Settings, available: Sequence[int]) 
 
 
 Change = Mapping[str, object]
-CPU_CHANGES: tuple[Change, ...] = ({"parallel": 1}, {"drafter": "none"}, {"kept_gib": 0.0})
+CPU_CHANGES: tuple[Change, ...] = (
+    {"parallel": 1},
+    {"drafter": "none"},
+    {"kept_gib": 0.0},
+    {"kv": "fp8"},
+    {"kv": "fp4"},
+)
 """Settings that ease a machine that serves on its CPU."""
 GPU_CHANGES: tuple[Change, ...] = (
     *CPU_CHANGES,
-    {"kv": "fp8"},
-    {"kv": "fp4"},
     {"prefill_rows": 1024},
     {"dense": "q4"},
     {"head": "fp8"},

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from tfglm.cache.latent import LatentCache
+from tfglm.cache.latent import Cache, LatentCache
 from tfglm.cache.pages import Stream
+from tfglm.cache.sizes import FLOAT32
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.errors import ConfigError, MemoryShortError
+from tfglm.formats.latent import KvFormat
 from tfglm.layout import PLACEMENT, Layout, Placement, Share
 from tfglm.models import mla, moe
 from tfglm.models.context import dealt_out
@@ -60,9 +62,9 @@ class Glm53:
         self.weights = weights
         self.group: Group = group or Alone()
         self.vocabulary = Vocabulary.of(config, self.group)
-        self.cache = LatentCache(config, tokens, kv, self.group.ranks if cp else 1)
+        self.cache: Cache = LatentCache(config, tokens, kv, self.group.ranks if cp else 1)
         self.dealt = dealt_out(config, self.group, self.cache.pool) if cp else None
-        self.ops = ops or ReferenceOps(RowMath.verified(shapes_of(config)))
+        self.ops = ops or ReferenceOps(RowMath.verified(shapes_of(config)), packed_format(kv))
         half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
         self.frequencies = 1.0 / config.rope_theta**half
 
@@ -201,9 +203,16 @@ def load_model(
         # Before the weights: what it multiplies on trial is gone by then.
         rows = _agreed(RowMath.verified(shapes_of(config, quantised_shapes(checkpoint, share), share, cp)), group)
         weights = load_weights(config, source)
-        model = Glm53(config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(rows), group=group, cp=cp)
+        model = Glm53(
+            config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(rows, packed_format(kv)), group=group, cp=cp
+        )
     model.placement = placement
     return model
+
+
+def packed_format(kv: str) -> KvFormat | None:
+    """The format of a CPU's cache rows if they are bytes; bfloat16 and float32 it holds as numbers."""
+    return None if kv in ("bf16", FLOAT32) else KvFormat(kv)
 
 
 def _agreed(rows: RowMath, group: Group) -> RowMath:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tfglm.checkpoint.config import INDEXER_LAYER_NORM_EPS, ModelConfig
+from tfglm.formats.latent import KvFormat, pack_index, pack_rows, unpack_index, unpack_rows
 from tfglm.ops import exl3_reference, order
 from tfglm.ops.base import Experts, Part, PlainExperts, Rope, Routing, Selection, Window
 from tfglm.ops.exl3_weights import Exl3Experts, StackedWeight, Weight
@@ -15,10 +16,12 @@ _PIECE_ELEMENTS = 1 << 22
 
 
 class ReferenceOps:
-    """`ops.base.Ops` on a CPU. Weights of any float dtype are widened where they are used."""
+    """`ops.base.Ops` on a CPU. Weights of any float dtype are widened where they are used. kv: the format of cache rows
+    that are bytes, None where caches hold numbers."""
 
-    def __init__(self, rows: Rows | None = None) -> None:
+    def __init__(self, rows: Rows | None = None, kv: KvFormat | None = None) -> None:
         self.rows = rows or Rows()
+        self.kv = kv
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return table[tokens].float()
@@ -68,14 +71,20 @@ class ReferenceOps:
     ) -> None:  # fmt: skip
         """Cache row [R, C + D]: its first C values normalised by norm [C], the rest rotated."""
         width = norm.shape[0]
-        _write(latent_plane, window.slots, self.rms_norm(row[:, :width], norm, eps))
-        _write(rope_plane, window.slots, self.rotate(row[:, width:], rope))
+        latent, rotary = self.rms_norm(row[:, :width], norm, eps), self.rotate(row[:, width:], rope)
+        if self.kv is not None:
+            packed = pack_rows(self.kv, latent.bfloat16().float().numpy(), rotary.bfloat16().float().numpy())
+            latent, rotary = (torch.from_numpy(part) for part in packed)
+        _write(latent_plane, window.slots, latent)
+        _write(rope_plane, window.slots, rotary)
 
     def write_index_key(
         self, key: torch.Tensor, norm: torch.Tensor, bias: torch.Tensor, rope: Rope, window: Window, plane: torch.Tensor
     ) -> None:
-        key = self.rows.layer_norm(key, norm, bias, INDEXER_LAYER_NORM_EPS)
-        _write(plane, window.slots, self.rotate(key, rope))
+        key = self.rotate(self.rows.layer_norm(key, norm, bias, INDEXER_LAYER_NORM_EPS), rope)
+        if self.kv is not None:
+            key = torch.from_numpy(pack_index(self.kv, key.bfloat16().float().numpy()))
+        _write(plane, window.slots, key)
 
     def select(
         self, queries: torch.Tensor, head_weights: torch.Tensor, window: Window, plane: torch.Tensor, count: int
@@ -105,7 +114,8 @@ class ReferenceOps:
         weights = (head_weights * heads**-0.5)[:, None]
         tiles = []
         for page in pages.tolist():
-            keys = plane[page].float().t().expand(rows, -1, -1)
+            held = plane[page] if self.kv is None else torch.from_numpy(unpack_index(self.kv, plane[page].numpy()))
+            keys = held.float().t().expand(rows, -1, -1)
             similarity = torch.relu(self.rows.batched(queries, keys) * width**-0.5)
             tiles.append(self.rows.batched(weights, similarity)[:, 0])
         return torch.cat(tiles, dim=1)
@@ -163,7 +173,7 @@ class ReferenceOps:
             piece = max(2, _PIECE_ELEMENTS // (width * latents.shape[1]))
             for rows in torch.tensor(members).split(piece):
                 slots = _padded(selection.slots[rows], width)
-                latent, turned = latents[slots].float(), ropes[slots].float()  # [rows, width, C], [rows, width, D]
+                latent, turned = self._cached(latents[slots], ropes[slots], out.shape[2])
                 scores = self.rows.batched(latent_queries[rows], latent.transpose(1, 2))
                 scores += self.rows.batched(rope_queries[rows], turned.transpose(1, 2))
                 absent = torch.arange(width) >= selection.counts[rows, None]
@@ -173,6 +183,15 @@ class ReferenceOps:
                 # The largest share is exp(0) over the sum of all.
                 peak[rows], total[rows] = scores.amax(dim=2), 1 / shares.amax(dim=2)
         return Part(out, peak, total)
+
+    def _cached(self, latent: torch.Tensor, rotary: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cache rows [R, L, ..] as numbers: latents [R, L, width] and rotated keys [R, L, D]."""
+        if self.kv is None:
+            return latent.float(), rotary.float()
+        rows = latent.shape[:2]
+        unpacked = unpack_rows(self.kv, latent.flatten(0, 1).numpy(), rotary.flatten(0, 1).numpy(), width)
+        first, second = (torch.from_numpy(part).unflatten(0, rows) for part in unpacked)
+        return first, second
 
     def expand(self, attended: torch.Tensor, value_up: torch.Tensor) -> torch.Tensor:
         return self.rows.grouped(attended, value_up).flatten(1)
