@@ -192,7 +192,10 @@ def test_too_little_memory_on_the_ranks(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("serve", "--ranks", "2", "--drafter", "dspark", "--drafter-path", "/none"), "/none/config.json does not exist"),
+        (
+            ("serve", "--ranks", "2", "--drafter", "dspark", "--drafter-path", "/none"),
+            "/none/config.json does not exist",
+        ),
         (("engine", "--ranks", "2", "--rank", "2", "--leader", "localhost:1"), "ranks count from 0"),
         (("engine", "--ranks", "2", "--rank", "1"), "--leader is ''; it takes HOST:PORT"),
     ],
@@ -250,6 +253,16 @@ def test_a_rank_lost_while_nothing_runs(checkpoint: Path, number: int) -> None:
         serving(server)
         os.kill(ranks_of(server)[1], number)
         assert_ended(server, 1, time.monotonic(), [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_is_told_to_end_says_so_to_all(checkpoint: Path, number: signal.Signals) -> None:
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "2", *SMALL) as server:
+        serving(server)
+        os.kill(ranks_of(server)[1], number)
+        assert_ended(server, 1, time.monotonic(), [])
+    last_words = f"tfglm: E_RANKS: rank 1 was stopped by {number.name}"
+    assert {last_words, f"rank 1: {last_words}"} <= set(server.lines), server.lines
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])

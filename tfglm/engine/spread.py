@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import signal
 import socket
 import threading
 from collections import Counter
@@ -157,13 +158,15 @@ class Leader:
 
 def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
     """A rank other than 0, from joining to the end that rank 0 sets. settings.device and wire have been chosen, torch's
-    threads set. Raises RanksError when the ranks end, CheckpointError and ConfigError."""
+    threads set. Called from the main thread: from joining on, SIGTERM and SIGINT end all ranks. Raises RanksError when
+    the ranks end, CheckpointError and ConfigError."""
     with Checkpoint.open(path) as checkpoint:
         facts = facts_of(checkpoint, settings)
         control = join(
             leader, settings.rank, settings.ranks, facts, limit_s=settings.rank_join_s, timing=_timing(settings)
         )
         end_process_on_failure(control)
+        _end_all_on_signals(control)
         guard = Guard(round(settings.guard_gib * GIB), round(settings.floor_gib * GIB), _short_of_memory(control))
         try:
             guard.start()
@@ -199,6 +202,16 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
         if disk:
             disk.close()
         group.close()
+
+
+def _end_all_on_signals(control: Control) -> None:
+    """The others cannot go on without this rank, and should not have to guess why it has gone."""
+
+    def received(number: int, _: object) -> None:
+        control.fail(RanksError(f"rank {control.rank} was stopped by {signal.Signals(number).name}"))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, received)
 
 
 def _short_of_memory(control: Control) -> Callable[[LowWater], None]:
