@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import resource
@@ -19,7 +20,7 @@ from processes import HERE, ServerProcess
 from scripted import MODEL
 
 from tfglm.errors import PortError
-from tfglm.server.run import bind
+from tfglm.server.run import _unless, bind
 from tfglm.settings import Settings
 
 SCRIPT = HERE / "scripted_server.py"
@@ -170,6 +171,29 @@ def test_a_signal_while_loading_ends_at_once(checkpoint):
         get(url + "/health")
         server.send(signal.SIGTERM)
         assert server.ended(10) == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_that_ends_after_the_server_disturbs_nobody(fails, monkeypatch):
+    """As one of ranks does when another was lost: the server is told to end, then the load fails."""
+    unhandled, server_ended, failure = [], threading.Event(), RuntimeError("too late")
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+
+    def load():
+        assert server_ended.wait(60)
+        if fails:
+            raise failure
+
+    async def stopped_at_once():
+        stop = asyncio.Event()
+        stop.set()
+        return await _unless(stop, load)
+
+    assert asyncio.run(stopped_at_once()) is None
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "load"]
+    server_ended.set()
+    thread.join(60)
+    assert not thread.is_alive() and not unhandled
 
 
 def test_a_model_that_does_not_load(checkpoint):

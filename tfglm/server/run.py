@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
@@ -186,12 +187,14 @@ async def _unless(stop: asyncio.Event, work: Callable[[], T]) -> T | None:
             future.set_result(cast(T, result))
 
     def body() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
         try:
             result = work()
         except BaseException as error:
-            loop.call_soon_threadsafe(report, None, error)
-        else:
-            loop.call_soon_threadsafe(report, result, None)
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the signal came first, and the loop has ended since
+            loop.call_soon_threadsafe(report, result, failure)
 
     threading.Thread(target=body, name="load", daemon=True).start()
     stopped = asyncio.ensure_future(stop.wait())
