@@ -1,4 +1,4 @@
-"""The models that come with tfglm: a tiny GLM-5.3 that was really trained, and a drafter for it (README.md beside them)."""
+"""The models that come with tfglm: a tiny GLM-5.3 that was really trained, and a drafter for it (see README.md)."""
 
 from __future__ import annotations
 
