@@ -91,7 +91,7 @@ class KnownText:
 
 
 class Oracle:
-    name, most, taps = "oracle", 8, Taps()
+    name, most, taps, planes = "oracle", 8, Taps(), ()
 
     def __init__(self, texts: Sequence[Sequence[int]], acceptance: float) -> None:
         self._texts, self._acceptance, self._dice = texts, acceptance, random.Random(0)
@@ -111,6 +111,9 @@ class Oracle:
         tokens = self._texts[ask.context[0]][at + 1 : at + 1 + min(8, ask.room)]
         guessed = tuple(t if self._dice.random() < self._acceptance else t + 1 for t in tokens)
         return Draft(guessed, (self._acceptance,) * len(guessed), self.name)
+
+    def skip(self, context: list[int], tokens: Sequence[int]) -> None:
+        raise AssertionError("no prompt is kept here")
 
     def close(self, context: list[int]) -> None:
         context.clear()

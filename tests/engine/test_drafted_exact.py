@@ -23,7 +23,7 @@ from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.drafts.base import Ask, Draft, Drafter, Kept
 from tfglm.drafts.block_config import BlockConfig
-from tfglm.drafts.block_weights import expected_shapes
+from tfglm.drafts.block_files import expected_shapes
 from tfglm.drafts.choose import load_drafter, measured_costs
 from tfglm.drafts.costs import TEXT, Costs
 from tfglm.drafts.policy import Policy
@@ -85,6 +85,9 @@ class Scripted:
     def open(self, stream: Stream) -> list[int]:
         self.open_contexts += 1
         return []
+
+    def skip(self, context: list[int], tokens: Sequence[int]) -> None:
+        context.extend(tokens)
 
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:
         for part in kept:
@@ -268,13 +271,13 @@ def tokenizer(tiny: Checkpoint) -> Tokenizer:
     return Tokenizer.from_folder(tiny.path)
 
 
-def block_folder(folder: Path, kind: str, model: Glm53) -> Settings:
+def block_folder(folder: Path, kind: str, model: Glm53, window: int = 8) -> Settings:
     """A random block drafter of the model, on disk in its published form, and the settings that choose it."""
     layers, hidden = 2, model.config.hidden_size
     qwen = {
         "vocab_size": model.config.vocab_size, "hidden_size": hidden, "intermediate_size": 96, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": layers, "rms_norm_eps": 1e-5,
-        "layer_types": ["sliding_attention"] * layers, "sliding_window": 8, "rope_parameters": {"rope_theta": 1e4},
+        "layer_types": ["sliding_attention"] * layers, "sliding_window": window, "rope_parameters": {"rope_theta": 1e4},
     }  # fmt: skip
     if kind == "dspark":
         config: dict[str, Any] = {

@@ -16,7 +16,7 @@ from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.drafts.base import Ask, Kept
 from tfglm.drafts.block_config import BlockConfig
 from tfglm.drafts.block_drafter import BlockDrafter
-from tfglm.drafts.block_weights import expected_shapes
+from tfglm.drafts.block_files import expected_shapes
 from tfglm.drafts.choose import load_drafter, measured_costs, prepare
 from tfglm.drafts.costs import Costs
 from tfglm.drafts.mtp import MtpDrafter
@@ -92,7 +92,7 @@ def first_rows(drafter: Any, model: Glm53) -> torch.Tensor:
     if isinstance(drafter, MtpDrafter):
         return drafter.rows.absorb([Rows(context.stream, [TEXT[40]], 1)], [context.number]).logits.cpu()
     assert isinstance(drafter, BlockDrafter)
-    return drafter._model.fill([(context, TEXT[40])])[0].float().cpu()
+    return drafter._fill([context.number], [TEXT[40]])[0][0].float().cpu()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,7 +19,7 @@ from tfglm.cache.pages import PagePool, Stream
 from tfglm.drafts.base import Ask, Kept
 from tfglm.drafts.block import BlockContext, BlockModel
 from tfglm.drafts.block_config import BlockConfig
-from tfglm.drafts.block_drafter import BlockDrafter
+from tfglm.drafts.block_drafter import BlockDrafter, BlockText
 from tfglm.drafts.block_weights import read_weights
 from tfglm.drafts.dflash2 import DFlash2Drafter
 from tfglm.drafts.dspark import DSparkDrafter
@@ -60,13 +60,17 @@ def passed(arrays: Arrays, taps: Taps) -> Passed:
     return Passed(torch.empty(0), None, dict(zip(taps.layers, streams, strict=True)))
 
 
-def context_at(drafter: BlockDrafter, arrays: Arrays, anchor: int, cuts: list[int]) -> BlockContext:
+def context_at(drafter: BlockDrafter, arrays: Arrays, anchor: int, cuts: list[int]) -> BlockText:
     """A context that has read the rows before `anchor`, cut into reads."""
     context = drafter.open(Stream(PagePool(0)))
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < anchor}), anchor]
     for start, stop in pairwise(edges):
         drafter.read([Kept(context, arrays["ids"][start:stop].tolist(), start)], passed(arrays, drafter.taps))
     return context
+
+
+def rings(drafter: BlockDrafter, context: BlockText) -> BlockContext:
+    return drafter._contexts[context.number]
 
 
 @pytest.fixture(params=KINDS)
@@ -80,7 +84,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict[str, np.n
 def test_blocks_are_those_of_speculators(case: tuple[dict[str, np.ndarray], BlockDrafter], cuts: list[int]) -> None:
     arrays, drafter = case
     anchors = arrays["anchors"].tolist()
-    contexts = [context_at(drafter, arrays, anchor, cuts) for anchor in anchors]
+    contexts = [rings(drafter, context_at(drafter, arrays, anchor, cuts)) for anchor in anchors]
     pending = arrays["ids"][anchors].tolist()
     hidden = drafter._model.fill(list(zip(contexts, pending, strict=True)))
     assert np.abs(hidden.numpy() - arrays["hidden"]).max() < TOLERANCE
@@ -183,7 +187,7 @@ def test_a_window_by_query_hides_what_each_slot_has_left_behind(tmp_path: Path) 
     window, anchor = drafter.config.window, 31
     config = BlockConfig(**{**vars(drafter.config), "window_by_query": True})
     by_query = BlockModel(config, model.tensors, torch.from_numpy(arrays["embed"]), ReferenceOps(), torch.float32)
-    context = context_at(drafter, arrays, anchor, [])
+    context = rings(drafter, context_at(drafter, arrays, anchor, []))
     ring, hidden = by_query._visible(context)
     assert ring.tolist() == [row % window for row in range(anchor - window, anchor)]
     assert hidden.sum(dim=1).tolist() == [1, 2, 3, 4]

@@ -97,7 +97,11 @@ class Drafter(Protocol):
         ...
 
     def open(self, stream: Stream) -> Any:
-        """The context of a new stream of the trunk. Rows that the stream holds already are not read again."""
+        """The context of a new stream of the trunk. Rows that it holds already are skipped, then the rest is read."""
+        ...
+
+    def skip(self, context: Any, tokens: Sequence[int]) -> None:
+        """The next rows of a prompt are in the stream already and will not be read."""
         ...
 
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:

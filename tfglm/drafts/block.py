@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tfglm.cache.pages import PAGE
 from tfglm.drafts.block_config import BlockConfig
-from tfglm.layout import run_of
+from tfglm.drafts.block_files import HOST_TABLES, held_heads, held_part, page_rows
 from tfglm.models.split import Vocabulary
 from tfglm.ops.base import Ops
 from tfglm.ops.group import Alone
@@ -28,30 +29,19 @@ Convolution = Callable[[torch.Tensor], torch.Tensor]
 @dataclass
 class BlockContext:
     """Keys and values of the last `window` committed rows of a stream, as rings [layers, window, kv heads, head_dim];
-    length: committed rows. number: the stream's, on all ranks."""
+    length: committed rows; first: the oldest that is known. number: the stream's, on all ranks."""
 
     number: int
     keys: torch.Tensor
     values: torch.Tensor
     length: int = 0
-
-
-_CUT_AXIS = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
-    **dict.fromkeys(("o_proj", "down_proj"), 1),
-}
-
-HOST_TABLES = ("markov_head.", "confidence_head.", "candidate_selector.predecessor", "candidate_selector.successor")
-"""Tensors that are read on the host, a few rows at a time."""
-
-
-MLP_UNIT = 64
-"""Columns of the MLP that stay together: a group of the 4-bit formats."""
+    first: int = 0
 
 
 class BlockModel:
     """Backbone of a block drafter over the target's embedding, on the embedding's device. dtype: of the rings.
-    vocabulary: how embedding and head are spread over ranks, None for one rank. tensors: whole, whatever the rank."""
+    vocabulary: how embedding and head are spread over ranks, None for one rank. tensors: whole, whatever the rank.
+    hold: makes of a matrix what the operations multiply by; without it they take it as stored."""
 
     def __init__(
         self,
@@ -61,37 +51,38 @@ class BlockModel:
         ops: Ops,
         dtype: torch.dtype,
         vocabulary: Vocabulary | None = None,
+        hold: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.config = config
         self.vocabulary = vocabulary or Vocabulary(Alone(), ((0, embed.shape[0]),))
         self._device = embed.device
+        self._hold = hold
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self.tensors = {name: self._placed(name, tensor) for name, tensor in tensors.items()}
         self._embed = embed
         self._ops = ops
         self._dtype = dtype
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=self._device) / config.head_dim
         self._frequencies = 1.0 / config.rope_theta**half
-        self._vectors = {name: tensor.float() for name, tensor in self.tensors.items() if tensor.dim() == 1}
+        self._pages: dict[int, torch.Tensor] = {}
 
     def _placed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part, where it is multiplied; a GPU's linears take bfloat16. Drafts are chosen on rank 0, which
-        alone needs the tables for it."""
+        """This rank's part, where it is multiplied. Rank 0 chooses drafts and alone needs the tables for it."""
+        group = self.vocabulary.group
         if name.startswith(HOST_TABLES):
-            return tensor if self.vocabulary.group.rank == 0 else torch.empty(0)
-        as_stored = self._device.type == "cpu" or tensor.dim() == 1
-        return self._part(name, tensor).to(self._device, tensor.dtype if as_stored else torch.bfloat16)
+            return tensor if group.rank == 0 else torch.empty(0)
+        if tensor.dim() == 1:
+            return tensor.to(self._device, torch.float32)
+        part = tensor[held_part(self.config, name, tensor.shape, group.ranks, group.rank)]
+        self._shapes[name] = tuple(part.shape)
+        if part.shape != tensor.shape:
+            part = part.clone()
+        return self._hold(part) if self._hold and part.dim() == 2 else part.to(self._device)
 
-    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows of q, k, v, gate and up, columns of o and down; everything else whole."""
-        group, config = self.vocabulary.group, self.config
-        linear = name.rpartition(".weight")[0].rpartition(".")[2]
-        if group.ranks == 1 or linear not in _CUT_AXIS:
-            return tensor
-        axis, things, unit = _CUT_AXIS[linear], config.num_key_value_heads, 1
-        if linear in ("gate_proj", "up_proj", "down_proj"):
-            things, unit = config.intermediate_size, MLP_UNIT
-        start, stop = (edge * tensor.shape[axis] // things for edge in run_of(things, unit, group.ranks, group.rank))
-        return tensor.narrow(axis, start, stop - start).clone()
+    def _rows_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the keys, or the values, of so many rows on this rank."""
+        config, group = self.config, self.vocabulary.group
+        return config.num_hidden_layers, rows, held_heads(config, group.ranks, group.rank), config.head_dim
 
     def _sum(self, part: torch.Tensor) -> torch.Tensor:
         group = self.vocabulary.group
@@ -99,16 +90,35 @@ class BlockModel:
 
     def _row_parallel(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's columns of x through its columns of a matrix, and the sum of all ranks'."""
-        weight = self.tensors[name]
-        part = self._ops.linear(x, weight) if weight.shape[1] else x.new_zeros(len(x), weight.shape[0])
-        return self._sum(part)
+        rows, columns = self._shapes[name]
+        return self._sum(self._ops.linear(x, self.tensors[name]) if columns else x.new_zeros(len(x), rows))
 
     def open(self, number: int) -> BlockContext:
-        config, group = self.config, self.vocabulary.group
-        first, last = run_of(config.num_key_value_heads, 1, group.ranks, group.rank)
-        shape = (config.num_hidden_layers, config.window, last - first, config.head_dim)
+        shape = self._rows_shape(self.config.window)
         keys, values = (torch.empty(shape, dtype=self._dtype, device=self._device) for _ in range(2))
         return BlockContext(number, keys, values)
+
+    def start(self, context: BlockContext, length: int, first: int, restored: Sequence[tuple[int, int]]) -> None:
+        """A context whose first `length` rows were not read. restored: pages that bring those from row `first` on, and
+        where they are kept; the oldest first, and none missing."""
+        context.length, context.first = length, first
+        for page, place in restored:
+            rows = self._page(page)
+            context.keys[:, rows], context.values[:, rows] = self._pages[place]
+
+    def keep(self, context: BlockContext, page: int, place: int) -> None:
+        """Keep a page of the rows that are in the rings, in one of the places that rank 0 counts. Rows that the rings
+        have lost are kept as something that nobody will ask for."""
+        if place not in self._pages:
+            shape = (2, *self._rows_shape(page_rows(self.config)))
+            self._pages[place] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        rows = self._page(page)
+        self._pages[place][0], self._pages[place][1] = context.keys[:, rows], context.values[:, rows]
+
+    def _page(self, page: int) -> torch.Tensor:
+        """Where in the rings a page's rows are."""
+        rows = torch.arange((page + 1) * PAGE - page_rows(self.config), (page + 1) * PAGE, device=self._device)
+        return rows % self.config.window
 
     def extend(self, parts: Sequence[tuple[BlockContext, torch.Tensor]]) -> None:
         """Add committed rows to contexts: streams [rows, taps * hidden] each, as they follow the rows known so far.
@@ -159,7 +169,8 @@ class BlockModel:
     def _visible(self, context: BlockContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Ring slots of the known rows, oldest first, and for each slot of the block which of them it does not see."""
         config = self.config
-        rows = torch.arange(max(0, context.length - config.window), context.length, device=self._device)
+        oldest_known = max(context.first, context.length - config.window)
+        rows = torch.arange(oldest_known, context.length, device=self._device)
         hidden = torch.zeros(config.block_size, len(rows), dtype=torch.bool, device=self._device)
         if config.window_by_query:
             oldest = context.length + torch.arange(config.block_size, device=self._device) - config.window + 1
@@ -201,17 +212,16 @@ class BlockModel:
 
     def _heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """x through a projection: [rows, heads of this rank, head_dim]."""
-        heads = self.tensors[name].shape[0] // self.config.head_dim
+        heads = self._shapes[name][0] // self.config.head_dim
         return self._columns(x, name).unflatten(1, (heads, self.config.head_dim))
 
     def _columns(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        weight = self.tensors[name]
-        return self._ops.linear(x, weight) if weight.shape[0] else x.new_empty(len(x), 0)
+        return self._ops.linear(x, self.tensors[name]) if self._shapes[name][0] else x.new_empty(len(x), 0)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         if not x.numel():
             return x
-        flat = self._ops.rms_norm(x.flatten(0, -2), self._vectors[name], self.config.rms_norm_eps)
+        flat = self._ops.rms_norm(x.flatten(0, -2), self.tensors[name], self.config.rms_norm_eps)
         return flat.view(x.shape)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

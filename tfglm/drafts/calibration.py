@@ -2,14 +2,15 @@
 
 A confidence is trained or guessed for another question than ours, which is "will the target draw this very token". So
 each kind of draft has a logistic model of that, P = sigmoid(w . x), adjusted after every settled token: a Kalman filter
-whose covariance is kept diagonal. It sees token comparisons alone and adds in a fixed order in float64, so that it is
-the same on every rank of a group.
+whose covariance is kept diagonal. It sees token comparisons alone and adds in a fixed order in float64, so that a run
+can be repeated. Of several ranks only rank 0, which chooses what all verify, has one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 Key = tuple[str, int, bool]
 """Source, match bucket, sampled or greedy."""
@@ -24,10 +25,14 @@ _DRIFT = 1e-4
 """Share of the first variance that comes back with every outcome, so that a change of text is noticed."""
 
 
+_LIMIT = 1e3
+"""No weight that was learned comes near it."""
+
+
 class _Weights:
-    def __init__(self) -> None:
-        self.mean = list(_START)
-        self.variance = list(_DOUBT)
+    def __init__(self, mean: Sequence[float] = _START, variance: Sequence[float] = _DOUBT) -> None:
+        self.mean = list(mean)
+        self.variance = list(variance)
 
 
 class Calibration:
@@ -52,6 +57,25 @@ class Calibration:
         for i, gain in enumerate(gains):
             weights.mean[i] += (float(kept) - p) * gain / scale
             weights.variance[i] += _DRIFT * _DOUBT[i] - spread * gain * gain / scale
+
+    def facts(self) -> list[list[Any]]:
+        """All of it as JSON can hold it."""
+        return [[*key, weights.mean, weights.variance] for key, weights in self._weights.items()]
+
+    @classmethod
+    def from_facts(cls, facts: Any) -> Calibration:
+        """Raises ValueError or TypeError for anything that `facts` would not give."""
+        made = cls()
+        for source, match, sampled, mean, variance in facts:
+            if not (type(source) is str and type(match) is int and type(sampled) is bool):
+                raise ValueError(f"{[source, match, sampled]} is no source, match and sampled")
+            numbers = [float(number) for number in (*mean, *variance)]
+            if len(mean) != 4 or len(variance) != 4 or not all(abs(number) < _LIMIT for number in numbers):
+                raise ValueError(f"{mean} and {variance} are not four weights and their variances below {_LIMIT:g}")
+            if min(numbers[4:]) < 0:
+                raise ValueError(f"{variance} has a variance below 0")
+            made._weights[source, match, sampled] = _Weights(numbers[:4], numbers[4:])
+        return made
 
 
 def _features(slot: int, confidence: float, recent: float) -> tuple[float, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ from tfglm.cache.sizes import FLOAT32
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.drafts.base import Ask, Drafter, Kept
 from tfglm.drafts.block import BlockModel
+from tfglm.drafts.block_files import GPU_FORMAT
 from tfglm.drafts.block_weights import read_weights
 from tfglm.drafts.costs import PROMPT, Costs, enough, measure
 from tfglm.drafts.dflash2 import DFlash2Drafter
 from tfglm.drafts.dspark import DSparkDrafter
-from tfglm.drafts.kind import DFLASH2_LICENCE, block_config
+from tfglm.drafts.kind import DFLASH2_LICENCE, block_config, kept_pages
 from tfglm.drafts.mtp import MtpDrafter
 from tfglm.drafts.policy import WINDOW_ROWS
 from tfglm.models.glm53 import Glm53
@@ -41,11 +43,22 @@ def load_drafter(kind: str, checkpoint: Checkpoint, model: Glm53, settings: Sett
     folder = Path(settings.drafter_path)
     tensors, config = read_weights(folder, block_config(settings), model.config.num_hidden_layers)
     dtype = torch.float32 if settings.kv == FLOAT32 else torch.bfloat16
-    backbone = BlockModel(config, tensors, model.weights.embed, model.ops, dtype, model.vocabulary)
+    backbone = BlockModel(config, tensors, model.weights.embed, model.ops, dtype, model.vocabulary, _hold(model))
+    pages = kept_pages(config, settings)
     if kind == "dspark":
-        return DSparkDrafter(backbone, model.weights.head, model.ops)
+        return DSparkDrafter(backbone, model.weights.head, model.ops, pages)
     log.warning(DFLASH2_LICENCE)
-    return DFlash2Drafter(backbone, model.weights.head, model.ops)
+    return DFlash2Drafter(backbone, model.weights.head, model.ops, pages)
+
+
+def _hold(model: Glm53) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """A GPU holds a block drafter's matrices in GPU_FORMAT whatever the trunk's are in: they decide no token."""
+    if not model.weights.embed.is_cuda:
+        return None
+    from tfglm.models.glm53_cuda import CudaGlm53
+
+    assert isinstance(model, CudaGlm53)
+    return partial(model.ops.hold, kind=GPU_FORMAT)
 
 
 def _load_mtp(checkpoint: Checkpoint, model: Glm53, kv: str) -> Mtp:

@@ -15,8 +15,8 @@ from tfglm.ops.exl3_weights import Weight
 
 
 class DFlash2Drafter(BlockDrafter):
-    def __init__(self, model: BlockModel, head: Weight, ops: Ops) -> None:
-        super().__init__(model, head, ops, model.config.selector_top_k)
+    def __init__(self, model: BlockModel, head: Weight, ops: Ops, kept_pages: int = 0) -> None:
+        super().__init__(model, head, ops, model.config.selector_top_k, kept_pages)
 
     def scorer(self, hidden: torch.Tensor) -> DFlash2Scorer:
         projected = self._ops.linear(hidden, self._model.tensors["candidate_selector.hidden_projection.weight"])

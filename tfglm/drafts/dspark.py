@@ -14,8 +14,8 @@ from tfglm.ops.exl3_weights import Weight
 
 
 class DSparkDrafter(BlockDrafter):
-    def __init__(self, model: BlockModel, head: Weight, ops: Ops) -> None:
-        super().__init__(model, head, ops, CANDIDATES)
+    def __init__(self, model: BlockModel, head: Weight, ops: Ops, kept_pages: int = 0) -> None:
+        super().__init__(model, head, ops, CANDIDATES, kept_pages)
         self._small = {
             name: tensor.float().numpy().astype(np.float64)
             for name, tensor in model.tensors.items()

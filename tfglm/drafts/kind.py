@@ -1,13 +1,14 @@
-"""Which drafter settings, checkpoint and drafter folder come to, and what it holds in memory. Torch-free."""
+"""Which drafter settings, checkpoint and drafter folder come to, and what it keeps. Torch-free."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from tfglm.cache.sizes import FLOAT32, mtp_bytes_per_token
+from tfglm.cache.sizes import mtp_bytes_per_token
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.drafts.block_config import BlockConfig
+from tfglm.drafts.block_files import pages_of_window
 from tfglm.errors import ConfigError
 from tfglm.settings import Settings
 
@@ -62,12 +63,6 @@ def cached_bytes_per_token(kind: str, config: ModelConfig, kv: str) -> int:
     return mtp_bytes_per_token(config, kv) if kind == "mtp" else 0
 
 
-def block_drafter_bytes(kind: str, settings: Settings) -> int:
-    """Bytes of a block drafter's weights and of its contexts of all streams; 0 for other kinds."""
-    if kind not in ("dspark", "dflash2"):
-        return 0
-    block = block_config(settings)
-    weights = sum(file.stat().st_size for file in Path(settings.drafter_path).glob("*.safetensors"))
-    item = 4 if settings.kv == FLOAT32 else 2
-    row = 2 * block.num_hidden_layers * block.num_key_value_heads * block.head_dim * item
-    return weights + settings.parallel * block.window * row
+def kept_pages(block: BlockConfig, settings: Settings) -> int:
+    """Pages of a block drafter's own rows that are kept for prompts that resume: as much as all streams' rings hold."""
+    return settings.parallel * pages_of_window(block) if settings.kept_gib else 0

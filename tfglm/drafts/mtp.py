@@ -59,6 +59,9 @@ class MtpDrafter:
         self.rows.forget(context.number)
         context.stream.close()
 
+    def skip(self, context: MtpContext, tokens: Sequence[int]) -> None:
+        """Nothing to do: this layer's rows are in the same pages as the trunk's."""
+
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:
         assert passed.normed is not None
         for part in kept:

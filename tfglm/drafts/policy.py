@@ -3,7 +3,7 @@
 The rule is that of a long-run rate: with R tokens a millisecond, a row is worth verifying if the probability that its
 draft is kept is at least R times the milliseconds it adds (Dinkelbach's fixed point of tokens over time; the best
 single round's ratio would draft too little or too much). R comes from the cost table and the tokens that were kept,
-never from a clock, so that all ranks of a group decide alike.
+never from a clock, so that equal histories make equal decisions. Of several ranks rank 0 alone decides.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from operator import mul
 from tfglm.drafts.base import Draft
 from tfglm.drafts.calibration import Calibration, Key
 from tfglm.drafts.costs import Costs
+from tfglm.drafts.learned import Learned
 
 WINDOW_ROWS = 16
 """Rows of a window over all streams: the widest that kernels read in one tile."""
@@ -49,13 +50,19 @@ class Record:
 
 
 class Policy:
-    """Decisions of all streams of one engine."""
+    """Decisions of all streams of one engine. learned: where what confidences are worth outlives it."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, learned: Learned | None = None) -> None:
         self.costs = costs
-        self._calibration = Calibration()
+        self._learned = learned
+        self._calibration = learned.load() if learned else Calibration()
         self._totals: dict[int, tuple[float, float]] = {}
         self._gains: dict[bool, float] = {}
+
+    def end(self) -> None:
+        """No more rounds will come."""
+        if self._learned:
+            self._learned.save(self._calibration)
 
     def record(self, sampled: bool) -> Record:
         """Of a new stream, which expects of the model what streams like it had of late."""

@@ -116,6 +116,10 @@ class Speculator:
     def close(self, lane: Lane) -> None:
         self._guard("closing a stream", lambda: self._close(lane), None)
 
+    def end(self) -> None:
+        """No more rounds will come: what was learned goes where the next start finds it."""
+        self._guard("keeping what was learned", self._policy.end, None)
+
     def _guard(self, doing: str, action: Callable[[], T], otherwise: T) -> T:
         """What action returns; `otherwise` if drafting is off or the action fails, which turns it off."""
         if not self._on:
@@ -149,6 +153,8 @@ class Speculator:
     def _skip(self, lane: Lane, tokens: Sequence[int]) -> None:
         if lane.index:
             lane.index.skip_prompt(tokens)
+        if self._drafter:
+            self._drafter.skip(lane.context, tokens)
 
     def _read(self, lane: Lane, tokens: Sequence[int], passed: Passed) -> None:
         if lane.index:

@@ -61,6 +61,11 @@ class TracingDrafter:
     def open(self, stream: Stream) -> _Traced:
         return _Traced(self._inner.open(stream) if self._inner else None)
 
+    def skip(self, context: _Traced, tokens: Sequence[int]) -> None:
+        context.tokens += tokens
+        if self._inner:
+            self._inner.skip(context.inner, tokens)
+
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:
         for part in kept:
             part.context.tokens += part.tokens
@@ -169,6 +174,9 @@ class _FileDrafter:
 
     def open(self, stream: Stream) -> list[int]:
         return [0]
+
+    def skip(self, context: list[int], tokens: Sequence[int]) -> None:
+        context[0] += len(tokens)
 
     def read(self, kept: Sequence[Kept], passed: Passed) -> None:
         for part in kept:

@@ -62,8 +62,8 @@ class Drafting:
                 self.skip(reply, reply.request.prompt[: reply.read])
 
     def skip(self, reply: Reply, tokens: Sequence[int]) -> None:
-        """A part of a reply's prompt is not read, because its rows are there: it is copied from, while a drafting model
-        never sees it and guesses from the rest."""
+        """A part of a reply's prompt is not read, because its rows are there. It is copied from; a drafting model knows
+        of it what it has kept itself."""
         if self._speculator and reply in self._lanes:
             self._speculator.skip(self._lanes[reply], tokens)
 
@@ -111,3 +111,8 @@ class Drafting:
                 DraftCount(source, drafted, kept) for source, (drafted, kept) in sorted(lane.counts.items())
             )
             self._speculator.close(lane)
+
+    def end(self) -> None:
+        """The engine has ended."""
+        if self._speculator:
+            self._speculator.end()

@@ -136,6 +136,7 @@ class Engine:
         ended = not self._thread.is_alive()
         if ended:
             self._states.close()
+            self._drafting.end()
         if not ended:
             log.error("the engine's step did not end within %.0f s of being asked to stop", timeout)
         self._fail_all(NotServingError.code, "the server stopped before the reply was finished")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tfglm.cache.sizes import layer_bytes, trunk_bytes_per_token
-from tfglm.drafts.kind import block_drafter_bytes, cached_bytes_per_token, drafter_kind
+from tfglm.drafts.kind import cached_bytes_per_token, drafter_kind
 from tfglm.errors import ConfigError
+from tfglm.memory.drafter import block_drafter_bytes
 from tfglm.memory.flash import DFLASH2_WEIGHTS, VISION_BYTES, FlashInventory, require_possible
 from tfglm.memory.inventory import Inventory
 from tfglm.memory.weights import WeightBytes, layout_of, matrix_bytes, weight_bytes
@@ -40,10 +41,13 @@ def demand_of(inventory: Planned, settings: Settings) -> Demand:
     config, ranks = inventory.config, settings.ranks
     weights = weight_bytes(inventory, layout_of(inventory, ranks), dense=settings.dense, head=settings.head)
     kind = drafter_kind(settings, config)
+    drafter = tuple(held.mtp if kind == "mtp" else 0 for held in weights)
+    if kind in ("dspark", "dflash2"):
+        drafter = block_drafter_bytes(settings)
     row = layer_bytes(config, settings.kv)
     return Demand(
         weights=tuple(weights),
-        drafter=tuple(held.mtp if kind == "mtp" else block_drafter_bytes(kind, settings) for held in weights),
+        drafter=drafter,
         per_request=(0,) * ranks,
         per_token=trunk_bytes_per_token(config, settings.kv) + cached_bytes_per_token(kind, config, settings.kv),
         gathered=row.latent + row.rotary,
