@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tfglm.checkpoint.names import TensorSpec, layer_prefix
 from tfglm.layout import Layout, Placement, Share
 from tfglm.memory.flash import FlashInventory
-from tfglm.memory.inventory import Alike, Inventory
+from tfglm.memory.inventory import EXPERT, Alike, Inventory
 
 _GROUP, _ROWS = 64, 16
 _DENSE = {
@@ -59,6 +59,8 @@ def _rank_bytes(
     largest = 0
     for (tensor, spec, bits), count in alike.items():
         held, read = _tensor_bytes(layout, rank, tensor, spec, bits, dense, head)
+        if bits is None and ".mlp.experts." in tensor:
+            held = _padded_bytes(layout, rank, tensor, spec, inventory.config.n_routed_experts)
         part = "mtp" if tensor.startswith(mtp) else _part(tensor)
         sums[part] += count * held
         largest = max(largest, read)
@@ -89,6 +91,13 @@ def _tensor_bytes(
     last = linear.rpartition(".")[2]
     held_as = head if last == "lm_head" else dense if last in _DENSE and ".mlp.experts." not in linear else "bf16"
     return matrix_bytes(rows, columns, held_as), 2 * rows * columns
+
+
+def _padded_bytes(layout: Layout, rank: int, tensor: str, spec: TensorSpec, experts: int) -> int:
+    """Of one expert's matrix in bfloat16. Those of a layer lie in one tensor, each as large as the largest of them."""
+    share, linear = Share(layout, rank), tensor.removesuffix(".weight")
+    kept = (share.part(EXPERT.sub(f".experts.{n}.", linear), spec.shape) for n in range(min(experts, layout.ranks)))
+    return max(2 * (rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in kept)
 
 
 def matrix_bytes(rows: int, columns: int, held_as: str) -> int:
