@@ -118,7 +118,7 @@ class Layout:
     shared_columns: int
     dense_columns: int
     vocabulary: int
-    placement: Placement = Placement.BY_LAYER
+    placement: Placement = PLACEMENT
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= MAX_RANKS:

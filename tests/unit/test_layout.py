@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tfglm.errors import ConfigError
 from tfglm.layout import UNIT, Family, Layout, Placement
 
-GLM53 = Layout(3, heads=64, routed_columns=2048, shared_columns=2048, dense_columns=12288, vocabulary=154880)
+GLM53 = Layout(3, 64, 2048, 2048, 12288, 154880, Placement.BY_LAYER)
 MOE_LAYERS = range(3, 79)
 
 

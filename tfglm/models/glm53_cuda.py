@@ -94,7 +94,7 @@ class CudaGlm53(Glm53):
         self.ops: CudaOps = ops
         self.weights = weights
         ranks = self.group.ranks if cp else 1
-        self.cache = PackedCache(config, tokens, ops.precision.kv, self.device, ranks)  # type: ignore[assignment]
+        self.cache = PackedCache(config, tokens, ops.precision.kv, self.device, ranks)
         self.dealt = dealt_out(config, self.group, self.cache.pool) if cp else None
         half = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32) / config.qk_rope_head_dim
         self.frequencies = (1.0 / config.rope_theta**half).to(self.device)

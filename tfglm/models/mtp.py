@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tfglm.cache.latent import LatentCache
+from tfglm.cache.latent import Cache, LatentCache
 from tfglm.cache.pages import PAGE, Follower, Stream
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
@@ -86,7 +86,7 @@ class Mtp:
         self._full = layer.attention
         self._shared = dataclasses.replace(layer.attention, indexer=None)
 
-    def _new_cache(self, model: Glm53, kv: str) -> LatentCache:
+    def _new_cache(self, model: Glm53, kv: str) -> Cache:
         pool = model.cache.pool
         return LatentCache(alone(model.config), pool.pages * PAGE, kv, pool.page_tokens // PAGE)
 

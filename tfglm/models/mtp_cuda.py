@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from tfglm.cache.latent import LatentCache
+from tfglm.cache.latent import Cache
 from tfglm.cache.pages import PAGE
 from tfglm.models.glm53 import Glm53
 from tfglm.models.glm53_cuda import CudaGlm53, PackedCache, hold_layer, longest, packed, unpacked
@@ -40,11 +40,11 @@ class CudaMtp(Mtp):
         super().__init__(model, weights, model.ops.precision.kv.value)
         self._model = model
 
-    def _new_cache(self, model: Glm53, kv: str) -> LatentCache:
+    def _new_cache(self, model: Glm53, kv: str) -> Cache:
         assert isinstance(model, CudaGlm53)
         kv_format, device = model.ops.precision.kv, model.device
         tokens, ranks = model.cache.pool.pages * PAGE, model.page_tokens // PAGE
-        return PackedCache(alone(model.config), tokens, kv_format, device, ranks)  # type: ignore[return-value]
+        return PackedCache(alone(model.config), tokens, kv_format, device, ranks)
 
     def layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         """A chain does not keep its first step's list: the kernels bound a list by index_topk. What a step of few rows
