@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tfglm.cache.disk import AHEAD
+from tfglm.cache.latent import LatentCache
 from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
@@ -293,6 +294,12 @@ def test_what_is_planned_of_every_cache_format_is_allocated(kv: KvFormat, tiny: 
     plan = make_plan(of_folder(tiny), settings, [1 << 40])
     cache = PackedCache(of_folder(tiny).config, plan.tokens, kv, torch.device("cpu"))
     assert plan.kept_pages and plan.ranks[0].caches + plan.ranks[0].kept == tensor_bytes(cache.layers, set())
+
+
+def test_what_is_planned_of_a_cache_dealt_out_to_ranks_is_allocated(tiny: Path) -> None:
+    plan = make_plan(of_folder(tiny), Settings(ranks=3, cp=True, drafter="none", context=5000), [1 << 40] * 3)
+    cache = LatentCache(of_folder(tiny).config, plan.tokens, "bf16", 3)
+    assert {rank.caches + rank.kept for rank in plan.ranks} == {tensor_bytes(cache.layers, set())}
 
 
 def facts(tiny: Path, available: int, **settings: Any) -> Plan:

@@ -249,7 +249,7 @@ class _Planner:
             vocabulary=held.vocabulary,
             drafter=self._demand.drafter[rank],
             staging=_STAGED * held.largest,
-            caches=pages * PAGE * self.per_token,
+            caches=(pages + (self._cut > 1)) * PAGE * self.per_token,  # a page more for rows that others cache
             states=self._demand.per_request[rank] * settings.parallel,
             copies=self._copies(context) if rank == 0 else 0,
             buffers=self._buffers(),
