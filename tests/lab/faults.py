@@ -138,8 +138,8 @@ def wrong_settings(lab: Lab) -> Figures:
 
 
 def wrong_gid(lab: Lab) -> Figures:
-    """The GID of a cable's address vanishes from an RDMA device of spark1: all ranks end and wait for it, by name. It comes
-    back at another index, and is found there."""
+    """The GID of a cable's address vanishes from an RDMA device of spark1: all ranks end and wait for it, by name. It
+    comes back at another index, and is found there."""
     guest = lab.guests[1]
     since = time.time()
     guest.sh("systemctl stop lab-rdma; rm /sys/class/infiniband/rocep1s0f0/ports/1/gids/[23]")
