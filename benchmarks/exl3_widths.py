@@ -1,10 +1,10 @@
 """What EXL3 widths cost the trained tiny model: KL divergence from its BF16 weights on held-out conversations.
 
-    python benchmarks/exl3_widths.py SRC --keep FOLDER [--device cuda] [--out benchmarks/results/exl3_widths.json]
+    python benchmarks/exl3_widths.py SRC [--keep FOLDER] [--recipes 2,3,4] [--device cuda] [--out FILE]
 
 SRC is the BF16 checkpoint that training/run.py exports. Calibrated on conversations of the training mixture, measured
 on others: over all tokens, and over those that the model itself writes (replies with their thinking). --keep: where the
-pack of 2.75 bits is left, the one that is shipped.
+pack of 2.75 bits is left, if it is among the recipes. --pack: one that is there already, measured beside the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from training.data.conversation import render
 from training.data.mixture import SHORT, conversation
 from training.data.pack import REPLY, Marker
 
-SHIPPED = "2.75 of 2, 3, 4"
+SHIPPED = "2.75 mixed"
 RECIPES = {
     SHIPPED: Recipe(2.75, (2.0, 3.0, 4.0)),
     "2": Recipe(2, (2.0,)),
@@ -38,7 +38,7 @@ RECIPES = {
     "3": Recipe(3, (3.0,)),
     "4": Recipe(4, (4.0,)),
 }
-CALIBRATION, HELD_OUT = 1200, 80
+HELD_OUT = 80
 """Conversations."""
 
 
@@ -73,22 +73,30 @@ def figures(expected: list[torch.Tensor], found: list[torch.Tensor], replies: li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, metavar="SRC")
-    parser.add_argument("--keep", type=Path, required=True)
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--pack", type=Path, help="a pack that is there already")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="which of: " + ", ".join(RECIPES))
+    parser.add_argument("--calibration", type=int, default=1200, help="conversations to calibrate on")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/exl3_widths.json"))
     parser.add_argument("--device", default="cpu", help="where to quantise; the measuring is done on the CPU")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.source / "tokenizer.json"))
     marker = Marker(tokenizer)
-    calibration = token_lists(tokenizer, "calibration", CALIBRATION)
+    calibration = token_lists(tokenizer, "calibration", args.calibration)
     texts = token_lists(tokenizer, "held out", HELD_OUT)
     # The row before a token is the one that foretells it.
     weights = [marker.weights(np.array(tokens, np.uint16)) for tokens in texts]
     replies = [torch.from_numpy(np.append(w[1:] == REPLY, False)) for w in weights]
     expected = log_probabilities(args.source, texts)
     results = []
+    if args.pack:
+        results.append({"recipe": "as shipped"} | figures(expected, log_probabilities(args.pack, texts), replies))
     with tempfile.TemporaryDirectory() as scratch:
         for name, recipe in RECIPES.items():
-            started, target = time.monotonic(), args.keep if name == SHIPPED else Path(scratch) / name
+            if name not in args.recipes.split(","):
+                continue
+            kept = args.keep if name == SHIPPED else None
+            started, target = time.monotonic(), kept or Path(scratch) / name
             with Checkpoint.open(args.source) as checkpoint:
                 report = quantise_checkpoint(checkpoint, target, recipe, calibration, device=args.device)
             seconds = round(time.monotonic() - started, 1)
