@@ -95,16 +95,7 @@ class FlashInventory:
         )
 
     def layout(self, ranks: int) -> Layout:
-        config = self.config
-        return Layout(
-            ranks=ranks,
-            heads=config.num_attention_heads,
-            routed_columns=config.moe_intermediate_size,
-            shared_columns=config.moe_intermediate_size * config.n_shared_experts,
-            dense_columns=config.intermediate_size,
-            vocabulary=config.vocab_size,
-            placement=Placement.BY_LAYER,
-        )
+        return Layout.of(self.config, ranks, Placement.BY_LAYER)
 
     def bytes_per_token(self, kv: str, *, mtp: bool) -> int:
         """Latent rows of the layers that have them, and a pooled index key every index_kpool tokens, kept in bf16."""
