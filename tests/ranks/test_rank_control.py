@@ -207,6 +207,26 @@ def test_a_gather_that_one_has_not_come_to_may_last(three: list[Control]) -> Non
     three[0].check()
 
 
+def test_a_rank_that_stood_still_in_a_gather_may_go_on_with_it() -> None:
+    """For less than lost_s, which is a setting, but longer than a gather may take. Then that time counts again."""
+    peer = Peer(Timing(beat_s=0.05, lost_s=60.0, gather_s=1.0))
+    beat = encode(Frame("beat", {"came": 1, "left": 0, "bytes": 1000}))
+    try:
+        peer.control.came(1000)
+        peer.sock.sendall(beat)
+        time.sleep(2.5)
+        for _ in range(6):
+            peer.sock.sendall(beat)
+            time.sleep(0.05)
+        peer.control.check()
+        limit = time.monotonic() + 30
+        while peer.control.failure(0.05) is None and time.monotonic() < limit:
+            peer.sock.sendall(beat)
+        assert "still wait in gather 1" in failure_of(peer.control).message
+    finally:
+        peer.close()
+
+
 def test_a_follower_that_falls_far_behind_ends_all(three: list[Control], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tfglm.ranks.control._MAX_WAITING", 10)
     with pytest.raises(RanksError):

@@ -355,7 +355,10 @@ class Control:
         if gather > self._all_came[0]:
             self._all_came = (gather, now)
         inside = [rank for rank, one in progress.items() if one.left < gather]
-        if not inside or any(now - link.heard > 2.5 * self.timing.beat_s for link in self._links.values()):
+        if not inside:
+            return
+        if any(now - link.heard > 2.5 * self.timing.beat_s for link in self._links.values()):
+            self._all_came = (gather, now)  # a rank stands still; once it is heard again it has its time to go on
             return
         waited = now - self._all_came[1]
         if waited > self.timing.gather_s + max(one.bytes for one in progress.values()) / _SLOWEST_BYTES_S:
