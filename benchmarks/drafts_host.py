@@ -59,6 +59,10 @@ class KnownText:
     def tokens_total(self) -> int:
         return self._pool.pages * PAGE
 
+    @property
+    def page_tokens(self) -> int:
+        return PAGE
+
     def open_stream(self) -> Stream:
         return Stream(self._pool)
 

@@ -40,7 +40,7 @@ COLUMNS = TOKENIZER.vocab_size + 12
 FREE = Costs((1.0,) * 16)
 """Rows cost nothing, so that the policy verifies whatever is proposed."""
 
-REQUESTS = 100
+REQUESTS = 300
 """Of the real model, for each way of drafting: drafts are kept by the dozen, and many more refused."""
 
 Outcomes = list[tuple[Any, ...]]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_drafted_exact import FREE, block_folder, real_outcomes, real_requests
+from test_drafted_exact import FREE, Outcomes, Scripted, block_folder, real_outcomes, real_requests
 from threaded_ranks import spread
 
 from tfglm.checkpoint.store import Checkpoint
@@ -16,14 +19,16 @@ from tfglm.drafts.base import Ask, Draft, Kept
 from tfglm.drafts.choose import load_drafter
 from tfglm.drafts.policy import Policy
 from tfglm.drafts.speculator import Speculator
+from tfglm.engine.api import GenerationRequest, SamplingParams
 from tfglm.engine.drafting import Drafting
+from tfglm.engine.engine import Engine
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.models.glm53 import Glm53, load_model
 from tfglm.models.window import Rows
 from tfglm.ops.group import Message
 from tfglm.settings import Settings
 
-REQUESTS = 40
+REQUESTS = 300
 KINDS = ["mtp", "dspark", "dflash2"]
 
 
@@ -103,20 +108,91 @@ def test_drafts_of_ranks_are_those_of_one(kind: str, ranks: int, cp: bool, tiny:
     assert len({draft.tokens for draft in expected}) > 1
 
 
-@pytest.mark.parametrize(("kind", "cp"), [("mtp", False), ("dspark", False), ("dflash2", False), ("mtp", True)])
-def test_random_requests_drafted_on_three_ranks_are_serial(
-    kind: str, cp: bool, tiny: Checkpoint, tmp_path: Path
-) -> None:
-    settings, wanted = chosen(kind, tmp_path, tiny), real_requests(REQUESTS)
-    tokenizer = Tokenizer.from_folder(tiny.path)
-    with spread(tiny, 3, handlers=following(kind, settings), tokens=8192, cp=cp) as models:
+@contextmanager
+def flat_models(tiny: Checkpoint, kind: str, settings: Settings, cp: bool) -> Iterator[Glm53]:
+    """Rank 0's of three, with flat logits: noise decides much, and random drafters are often right."""
+    handlers = following(kind, settings) if kind != "none" else None
+    with spread(tiny, 3, handlers=handlers, tokens=8192, cp=cp) as models:
         for model in models:
-            model.weights.head.mul_(0.3)  # flatter logits: noise decides much, and random drafters are often right
-        serial, _ = real_outcomes(models[0], tokenizer, wanted, None, 8)
-        drafter = load_drafter(kind, tiny, models[0], settings)
+            model.weights.head.mul_(0.3)
+        yield models[0]
+
+
+@pytest.fixture(scope="module")
+def serial(tiny: Checkpoint) -> Outcomes:
+    """The replies of three ranks to REQUESTS requests without drafts."""
+    with flat_models(tiny, "none", Settings(), cp=False) as model:
+        return real_outcomes(model, Tokenizer.from_folder(tiny.path), real_requests(REQUESTS), None, 8)[0]
+
+
+def drafted_on_three(
+    kind: str, settings: Settings, wanted: Sequence[GenerationRequest], tiny: Checkpoint, cp: bool
+) -> tuple[Outcomes, Engine]:
+    """With copies too."""
+    tokenizer = Tokenizer.from_folder(tiny.path)
+    with flat_models(tiny, kind, settings, cp) as model:
+        drafter = load_drafter(kind, tiny, model, settings)
         drafting = Drafting(Speculator(drafter, Policy(FREE), copy=True, vocab_size=tokenizer.vocab_size))
-        drafted, engine = real_outcomes(models[0], tokenizer, wanted, drafting, 5)
+        return real_outcomes(model, tokenizer, wanted, drafting, 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_requests_drafted_on_three_ranks_are_serial(
+    kind: str, tiny: Checkpoint, tmp_path: Path, serial: Outcomes
+) -> None:
+    """Each drafter has its third of the requests. Every seventh asks for logprobs, every eleventh has a stop string;
+    outcomes hold both, and how many tokens were counted. What was verified and kept adds up over sources and slots."""
+    part = slice(KINDS.index(kind), None, len(KINDS))
+    drafted, engine = drafted_on_three(
+        kind, chosen(kind, tmp_path, tiny), real_requests(REQUESTS)[part], tiny, cp=False
+    )
+    assert drafted == serial[part]
+    snapshot = engine.snapshot()
+    counts = {(one.source, one.slot): one for one in snapshot.drafts}
+    sources = {source for source, _ in counts}
+    assert kind in sources and any(source.startswith("copy") for source in sources)
+    assert 5 < snapshot.accepted_tokens == sum(one.accepted for one in counts.values())
+    assert snapshot.drafted_tokens == sum(one.drafted for one in counts.values())
+    for (source, slot), one in counts.items():
+        assert slot == 0 or one.drafted <= counts[source, slot - 1].drafted
+
+
+def test_random_requests_drafted_with_caches_cut_by_context_are_serial(tiny: Checkpoint) -> None:
+    wanted = real_requests(40)
+    with flat_models(tiny, "none", Settings(), cp=True) as model:
+        serial, _ = real_outcomes(model, Tokenizer.from_folder(tiny.path), wanted, None, 8)
+    drafted, engine = drafted_on_three("mtp", Settings(kv="fp32"), wanted, tiny, cp=True)
     assert drafted == serial
-    counts = engine.snapshot().drafts
-    assert kind in {count.source for count in counts}
-    assert sum(count.accepted for count in counts) > 5
+    assert engine.snapshot().accepted_tokens > 5
+
+
+def test_an_end_within_a_drafted_round_of_ranks_counts_its_tokens_once(tiny: Checkpoint) -> None:
+    """Stop tokens and stop strings in the middle of what an oracle drafts, beside logprobs."""
+    tokenizer, dice = Tokenizer.from_folder(tiny.path), random.Random(8)
+    prompts = [[dice.randrange(250) for _ in range(9)] for _ in range(8)]
+    endless = [
+        GenerationRequest(str(n), prompt, SamplingParams(seed=n), 40, ignore_eos=True, logprobs=2)
+        for n, prompt in enumerate(prompts)
+    ]
+    with flat_models(tiny, "none", Settings(), False) as model:
+        replies = [outcome[0] for outcome in real_outcomes(model, tokenizer, endless, None, 8)[0]]
+        texts = [[*prompt, *reply] for prompt, reply in zip(prompts, replies, strict=True)]
+        ended = [
+            replace(one, stop_token_ids=(reply[20],)) if n % 2 else replace(one, stop=("e", "a", " "))
+            for n, (one, reply) in enumerate(zip(endless, replies, strict=True))
+        ]
+
+        def oracle(text: list[int], room: int) -> list[int]:
+            whole = next(one for one in texts if one[: len(text)] == text)
+            return whole[len(text) :][: min(room, 15)]
+
+        serial, _ = real_outcomes(model, tokenizer, ended, None, 8)
+        drafting = Drafting(Speculator(Scripted(oracle), Policy(FREE), copy=False, vocab_size=tokenizer.vocab_size))
+        drafted, engine = real_outcomes(model, tokenizer, ended, drafting, 1)
+    assert drafted == serial
+    lengths = [len(outcome[0]) for outcome in drafted]
+    assert [outcome[-1].completion_tokens for outcome in drafted] == lengths
+    assert all(len(outcome[2]) == length for outcome, length in zip(drafted, lengths, strict=True)), "logprobs"
+    early = [length for length, outcome in zip(lengths, drafted, strict=True) if outcome[4] == "stop"]
+    assert len(early) >= 5 and any(length % 16 for length in early)
+    assert engine.snapshot().rounds < sum(lengths) / 3

@@ -14,12 +14,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from tfglm.cache.identity import checkpoint_digest
 from tfglm.checkpoint.config import GenerationDefaults
 from tfglm.checkpoint.store import Checkpoint
-from tfglm.cli.serving import Session
+from tfglm.cli.session import Session
 from tfglm.drafts.base import Drafter
 from tfglm.drafts.choose import load_drafter, measured_costs, prepare
 from tfglm.drafts.copy import CopyCorpus
 from tfglm.drafts.costs import TEXT, Costs
 from tfglm.drafts.kind import drafter_kind
+from tfglm.drafts.learned import Learned
 from tfglm.drafts.policy import Policy
 from tfglm.drafts.speculator import Speculator
 from tfglm.drafts.trace import TracingDrafter
@@ -33,7 +34,7 @@ from tfglm.errors import CheckpointError, ConfigError
 from tfglm.memory.info import read_memory
 from tfglm.memory.inventory import Inventory
 from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, LARGEST_DEFAULT_CONTEXT, Plan, make_plan, require
-from tfglm.memory.window import settle_window, window_key
+from tfglm.memory.window import settle_window, state_folder, window_key
 from tfglm.models import glm53
 from tfglm.models.taps import Taps
 from tfglm.server.info import ModelInfo
@@ -70,7 +71,7 @@ def load(checkpoint: Checkpoint, settings: Settings, session: Session) -> Served
     states = prompt_states(path, model, plan.kept_pages, settings, drafter.planes if drafter else ())
     if session.leader:
         session.leader.loaded()
-    drafting = _drafting(kind, drafter, model, tokenizer, settings)
+    drafting = _drafting(kind, drafter, model, tokenizer, settings, _learned(kind, path, settings))
     session.engine = engine = Engine(model, tokenizer, settings, eos, drafting, states)
     engine.start()
     return Served(engine, tokenizer, template, ModelInfo(name, plan.context, defaults))
@@ -137,8 +138,19 @@ def _model(checkpoint: Checkpoint, plan: Plan, settings: Settings, leader: Leade
         )
 
 
+def _learned(kind: str, checkpoint: Path, settings: Settings) -> Learned:
+    """What drafting learns of this model and drafter, where the next start finds it."""
+    drafter = checkpoint_digest(Path(settings.drafter_path)) if settings.drafter_path else ""
+    return Learned(state_folder(), f"{kind} {drafter} {checkpoint_digest(checkpoint)}")
+
+
 def _drafting(
-    kind: str, drafter: Drafter | None, model: glm53.Glm53, tokenizer: Tokenizer, settings: Settings
+    kind: str,
+    drafter: Drafter | None,
+    model: glm53.Glm53,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    learned: Learned,
 ) -> Drafting | None:
     """Windows timed and the policy made of it; None when nothing is to be drafted."""
     if settings.draft_trace:
@@ -163,5 +175,6 @@ def _drafting(
         costs.next_ms,
     )
     corpus = CopyCorpus(settings.copy_corpus) if settings.copy_corpus else None
-    speculator = Speculator(drafter, Policy(costs), copy=settings.copy, vocab_size=tokenizer.vocab_size, corpus=corpus)
+    policy = Policy(costs, learned)
+    speculator = Speculator(drafter, policy, copy=settings.copy, vocab_size=tokenizer.vocab_size, corpus=corpus)
     return Drafting(speculator, settings.draft_noise)
