@@ -304,76 +304,93 @@ def prompt(
     _check_window(tables, x, picks, weights, out, shared)
     if rows > PROMPT_ROWS:
         raise ValueError(f"{rows} rows; the prompt kernels take {PROMPT_ROWS}")
-    hidden, width, experts, w = tables.hidden, tables.width, tables.experts, workspace
-    module, shape = tables.module("exl3_prompt"), _shape("exl3_prompt")
-    fused = tables.shared_scale and tables.paired
-    total, item_count = rows * slots, w.counts[experts:]
-    items_most = min(experts, total) + total // shape["ROWS"]
-
-    def shared_bytes(strips: int) -> int:
-        stage = shape["ROWS"] * BLOCK + strips * 4 * BLOCK * tables.widest
-        return max(shape["PROMPT_STAGES"] * stage, strips * _PROMPT_OUT_BYTES)
-
-    def linear(matrix: int, given: torch.Tensor, svh: torch.Tensor, to: torch.Tensor, start: int, span: int) -> None:
-        inputs, columns = (width, hidden) if matrix == 2 else (hidden, width)
-        module.kernel("prompt_linear")(
-            (span // BLOCK, items_most),
-            256,
-            (
-                *(tables.trellis, tables.k2, tables.columns, given, svh, w.members, w.items, item_count, to),
-                *(matrix, rows, experts, inputs, columns, start, span),
-            ),
-            shared=shared_bytes(1),
-        )
-
-    rotations = rows * (hidden // BLOCK) if fused else 0
+    hidden, experts, w, module = tables.hidden, tables.experts, workspace, tables.module("exl3_prompt")
+    rotations = rows * (hidden // BLOCK) if _fused(tables) else 0
     module.kernel("prompt_start")(
         (experts + -(-rotations // 8),),
         256,
         (
-            *(x, picks, tables.suh if fused else None, w.rotated, w.members, w.counts, w.items, item_count),
-            *(w.arrivals, rows, slots, experts, hidden),
+            *(x, picks, tables.suh if _fused(tables) else None, w.rotated, w.members, w.counts, w.items),
+            *(w.counts[experts:], w.arrivals, rows, slots, experts, hidden),
         ),
     )
-    if fused:
-        module.kernel("prompt_gate_up")(
-            (width // BLOCK, items_most),
-            256,
-            (
-                *(
-                    tables.trellis,
-                    tables.k2,
-                    tables.columns,
-                    w.rotated,
-                    tables.svh,
-                    tables.down_suh,
-                    w.members,
-                    w.items,
-                ),
-                *(item_count, w.activated, rows, slots, experts, hidden, width),
-            ),
-            shared=shared_bytes(2),
-        )
+    if _fused(tables):
+        _gate_up_fused(tables, picks, w)
     else:
-        for matrix in (0, 1):
-            suh = tables.suh if tables.shared_scale else tables.suh[matrix]
-            pitch = 0 if tables.shared_scale else hidden
-            module.kernel("prompt_rotate")(
-                (-(-total * (hidden // BLOCK) // 8),),
-                256,
-                (x, picks, suh, w.rotated, pitch, total, slots, experts, hidden),
-            )
-            linear(matrix, w.rotated, tables.svh[matrix], w.results[matrix * total * width :], 0, width)
-        module.kernel("prompt_swiglu")(
-            (-(-total * (width // BLOCK) // 8),),
-            256,
-            (w.results, picks, tables.columns, tables.down_suh, w.activated, total, experts, width),
-        )
+        _gate_up_apart(tables, x, picks, w)
     for start in range(0, hidden, w.slab):
         span = min(w.slab, hidden - start)
-        linear(2, w.activated, tables.down_svh, w.results, start, span)
+        _prompt_linear(tables, picks, w, 2, w.activated, tables.down_svh, w.results, start, span)
         module.kernel("prompt_combine")(
             (-(-span // 1024), rows),
             256,
             (w.results, picks, weights, shared, out, slots, experts, hidden, start, span),
         )
+
+
+def _fused(tables: ExpertTables) -> bool:
+    """Whether one launch makes gate, up and what is between them and down."""
+    return tables.shared_scale and tables.paired
+
+
+def _gate_up_fused(tables: ExpertTables, picks: torch.Tensor, w: PromptWorkspace) -> None:
+    """w.activated out of w.rotated, the rows that `prompt_start` has rotated."""
+    rows, slots = picks.shape
+    tables.module("exl3_prompt").kernel("prompt_gate_up")(
+        (tables.width // BLOCK, _most_items(tables, picks)),
+        256,
+        (
+            *(tables.trellis, tables.k2, tables.columns, w.rotated, tables.svh, tables.down_suh, w.members, w.items),
+            *(w.counts[tables.experts :], w.activated, rows, slots, tables.experts, tables.hidden, tables.width),
+        ),
+        shared=_prompt_shared_bytes(tables, 2),
+    )
+
+
+def _gate_up_apart(tables: ExpertTables, x: torch.Tensor, picks: torch.Tensor, w: PromptWorkspace) -> None:
+    """w.activated out of x, matrix by matrix."""
+    slots, total, hidden, width = picks.shape[1], picks.numel(), tables.hidden, tables.width
+    module = tables.module("exl3_prompt")
+    for matrix in (0, 1):
+        suh = tables.suh if tables.shared_scale else tables.suh[matrix]
+        pitch = 0 if tables.shared_scale else hidden
+        module.kernel("prompt_rotate")(
+            (-(-total * (hidden // BLOCK) // 8),),
+            256,
+            (x, picks, suh, w.rotated, pitch, total, slots, tables.experts, hidden),
+        )
+        to = w.results[matrix * total * width :]
+        _prompt_linear(tables, picks, w, matrix, w.rotated, tables.svh[matrix], to, 0, width)
+    module.kernel("prompt_swiglu")(
+        (-(-total * (width // BLOCK) // 8),),
+        256,
+        (w.results, picks, tables.columns, tables.down_suh, w.activated, total, tables.experts, width),
+    )
+
+
+def _prompt_linear(
+    tables: ExpertTables, picks: torch.Tensor, w: PromptWorkspace, matrix: int, given: torch.Tensor, svh: torch.Tensor,
+    to: torch.Tensor, start: int, span: int,
+) -> None:  # fmt: skip
+    """Columns start to start + span of gate (0), up (1) or down (2) of every expert's rows, into `to`."""
+    inputs, columns = (tables.width, tables.hidden) if matrix == 2 else (tables.hidden, tables.width)
+    tables.module("exl3_prompt").kernel("prompt_linear")(
+        (span // BLOCK, _most_items(tables, picks)),
+        256,
+        (
+            *(tables.trellis, tables.k2, tables.columns, given, svh, w.members, w.items, w.counts[tables.experts :]),
+            *(to, matrix, picks.shape[0], tables.experts, inputs, columns, start, span),
+        ),
+        shared=_prompt_shared_bytes(tables, 1),
+    )
+
+
+def _most_items(tables: ExpertTables, picks: torch.Tensor) -> int:
+    """Pieces of at most ROWS rows of one expert that a chunk can come to."""
+    return min(tables.experts, picks.numel()) + picks.numel() // _shape("exl3_prompt")["ROWS"]
+
+
+def _prompt_shared_bytes(tables: ExpertTables, strips: int) -> int:
+    shape = _shape("exl3_prompt")
+    stage = shape["ROWS"] * BLOCK + strips * 4 * BLOCK * tables.widest
+    return max(shape["PROMPT_STAGES"] * stage, strips * _PROMPT_OUT_BYTES)
