@@ -114,6 +114,7 @@ def full_disk(lab: Lab) -> Figures:
         since = time.time()
         guest.sh(f"kill -9 {lab.state(guest)['pid']}")
         figures = lab.over(since, lab.guests) | lab.recover(since)
+        guest.sh("truncate -s -40M /var/filled")  # with no byte at all Ansible itself cannot say anything
         play = lab.playbooks.run("plan", fails=True)
         if "E_DISK" not in play.said or guest.name not in play.said:
             raise LabError(f"plan.yml does not name the disk: {play.said[-1500:]}")
