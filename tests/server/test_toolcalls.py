@@ -17,7 +17,7 @@ from tfglm.server.thoughts import ThoughtCalls
 from tfglm.server.toolcalls import CallArguments, CallParser, CallStart, Part, Text
 
 
-def tool(name: str, required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
+def tool(name: str, required: Sequence[str] = (), /, **properties: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": list(required)}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -87,6 +87,7 @@ WELL_FORMED: list[tuple[str, str, list[tuple[str, str]]]] = [
     (f"a{READ}b{call('now')}c", "abc", [IS_READ, ("now", "{}")]),
     # White space by itself is no text.
     (f"\n\n{READ}\n{call('now')}\n", "", [IS_READ, ("now", "{}")]),
+    (f"a{READ}\n", "a", [IS_READ]),
     ("  \n hello", "  \n hello", []),
     ("  \n ", "", []),
     # GLM-4.5's newlines.
@@ -147,6 +148,8 @@ PROSE = [
     '<tool_call>{"name": "now", "arguments": {"x": "<tool_call>"}}</tool_call>',
     "</tool_call></arg_value><arg_key>",
     "<tool_call></arg_key>",
+    "<tool_call>read",
+    "<tool_call>read</arg_key><arg_value>x</arg_value></tool_call>",
     "a < b, <tool, <tool_call",
     '<tool_call>{"a": 1}</tool_call>',
     '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
@@ -228,6 +231,12 @@ UNFINISHED = [
     ("<tool_call>read<arg_key>pa", True, "<arg_key>pa", "{"),
     ("<tool_call>read<arg_key>path</arg_key>", True, "<arg_key>path</arg_key>", "{"),
     ("<tool_call>read<arg_key>path</arg_key>x", False, "", "{"),
+    (
+        "<tool_call>read<arg_key>path</arg_key>x</tool_call> a</arg_value>",
+        True,
+        "<arg_key>path</arg_key>x</tool_call> a</arg_value>",
+        "{",
+    ),
     # Nonsense in the middle is text, and so is what follows.
     ("<tool_call>read" + arg("path", "x") + "oops, sorry", True, "oops, sorry", '{"path":"x"'),
     ("<tool_call>read" + arg("path", "x") + "oops</tool_call>", True, "oops</tool_call>", '{"path":"x"'),
@@ -249,6 +258,20 @@ def test_unfinished_calls_cannot_be_run(text: str, ended: bool, content: str, ar
         assert results in (["malformed"], ["truncated"])
     with pytest.raises(ValueError, match=r"."):
         json.loads(arguments)
+
+
+def test_a_call_after_an_unfinished_one() -> None:
+    text = "<tool_call>write" + arg("path", "x") + READ
+    assert read([text]) == (("", [("write", '{"path":"x"'), IS_READ]), ["malformed", "ok"])
+
+
+def test_what_cannot_be_a_head_is_not_held() -> None:
+    for text in ("<tool_call>" + " " * 600, "<tool_call> is a tag", "<tool_call>`"):
+        assert message(CallParser(TOOLS).feed("." + text))[0] == "." + text
+
+
+def test_a_name_that_was_cut_off_is_no_call() -> None:
+    assert read(["<tool_call>now"], ended=False) == (("<tool_call>now", []), [])
 
 
 def test_a_call_after_a_broken_one() -> None:
