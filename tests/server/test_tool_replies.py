@@ -440,3 +440,17 @@ def test_garbage_in_rounds_of_any_size(
             assert listed_bytes == content
         messages.append((content, names, arguments, entries, reply.finish_reason, reply.digest.hex()))
     assert messages[0] == messages[1]
+
+
+async def test_a_stop_string_closes_no_call(make_api, tokenizer):
+    text = WEATHER.removesuffix("</tool_call>")
+    api = await make_api([*script(tokenizer, text)[:-1], finished("stop", stop="x")])
+    choice = whole((await api.chat(tools=TOOLS, stop="x"))[1])
+    assert choice["message"]["tool_calls"] == called(("get_weather", ARGUMENTS[:-1]))
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_the_only_call_may_end_at_the_limit(make_api, tokenizer):
+    api = await make_api(script(tokenizer, WEATHER, "length"))
+    assert whole((await api.chat(tools=TOOLS))[1])["finish_reason"] == "length"
+    assert whole((await api.chat(tools=TOOLS, parallel_tool_calls=False))[1])["finish_reason"] == "tool_calls"
