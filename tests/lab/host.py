@@ -29,6 +29,10 @@ class LabError(Exception):
     """A step that did not end as it must; the text is for the reader of the report."""
 
 
+class Skip(Exception):
+    """The lab cannot be run here, though nothing has failed."""
+
+
 def missing() -> str:
     """Why the lab cannot run here, or nothing."""
     if os.geteuid() != 0:

@@ -11,8 +11,9 @@ import sys
 import tomllib
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from typing import Any
 
-from host import CACHE, ROOT, LabError, run
+from host import CACHE, ROOT, LabError, Skip, run
 from packaging.requirements import Requirement
 from wiring import address
 
@@ -35,6 +36,8 @@ DEBIAN = (
 FILES = Path(__file__).parent / "guest"
 """What a guest has beside Debian; setup.sh is run in its root."""
 VENV = "opt/tfglm/venv"
+CUDA = ("nvidia-", "cuda-", "triton")
+"""What only a build of torch for GPUs needs; it would make guests several times as large."""
 UNUSED = ("torch/include/", "torch/test/", "torch/lib/libtorch_test")
 SPARE = 2 << 30
 """Bytes of a guest's disk that are free."""
@@ -94,17 +97,27 @@ def _system(target: Path) -> None:
     )
 
 
+def _project() -> dict[str, Any]:
+    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"])
+
+
 def _dependencies() -> list[Distribution]:
     """What tfglm needs, and what that needs, as this very environment has it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found: dict[str, Distribution] = {}
-    waiting = list(project["dependencies"])
+    cpu = for_cpus(distribution("torch"))
+    waiting = list(_project()["dependencies"])
     while waiting:
         wanted = Requirement(waiting.pop())
+        if wanted.name.startswith(CUDA) and not cpu:
+            continue  # guests get another build of torch
         if wanted.name not in found and (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
             found[wanted.name] = distribution(wanted.name)
             waiting += found[wanted.name].requires or []
     return [found[name] for name in sorted(found)]
+
+
+def for_cpus(torch: Distribution) -> bool:
+    return not any(Requirement(line).name.startswith(CUDA) for line in torch.requires or [])
 
 
 def _image(system: Path, packages: list[Distribution], target: Path) -> None:
@@ -145,9 +158,26 @@ def _environment(tree: Path, packages: list[Distribution]) -> None:
     for own_of_venv in [*library.glob("site-packages/setuptools*"), library / "site-packages/pkg_resources"]:
         shutil.rmtree(own_of_venv)  # else there are two versions of it
     for package in packages:
+        if package.name == "torch" and not for_cpus(package):
+            _torch_for_cpus(library / "site-packages")
+            continue
         for file in package.files or []:
             source = Path(str(package.locate_file(file)))
             if ".." not in file.parts and not str(file).startswith(UNUSED) and source.exists():
                 target = library / "site-packages" / file
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
+
+
+def _torch_for_cpus(target: Path) -> None:
+    """Where this environment has torch for GPUs, guests take a wheel for CPUs out of the folders that pip is
+    configured to find links in. Raises Skip where there is none."""
+    wanted = next(line for line in _project()["dependencies"] if Requirement(line).name == "torch")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+    try:
+        run([*command, "--target", target, wanted], 600)
+    except LabError as problem:
+        raise Skip(
+            "torch is a build for GPUs here, too large for guests, and pip finds none for CPUs without an index; "
+            "PIP_FIND_LINKS names a folder with one"
+        ) from problem

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import scenario
 from cluster import Lab
-from host import ROOT, LabError, absent, missing
+from host import ROOT, LabError, Skip, absent, missing
 
 FOLDER = ROOT / "build/lab"
 HOLDER = FOLDER / "pid"
@@ -91,6 +91,9 @@ def _steps(names: list[str], hold: bool, limit: float) -> int:
             figures[name] = {**(step(lab) or {}), "seconds": round(time.monotonic() - start, 1)}
             outcomes[name] = "passed"
             print(f"lab: {name} passed: {json.dumps(figures[name])}", flush=True)
+        except Skip as reason:
+            print(f"lab: skipped: {reason}")
+            return 0
         except LabError as problem:
             outcomes[name] = "failed"
             print(f"lab: {name} FAILED after {time.monotonic() - start:.0f} s: {problem}", flush=True)
