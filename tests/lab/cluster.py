@@ -81,10 +81,10 @@ class Lab:
 
     def state(self, guest: Guest) -> dict[str, Any]:
         """What the supervisor of a guest's rank knows of its own rank."""
-        text = guest.sh(f"cat /run/tfglm/rank{guest.index}.json", check=False)
-        with suppress(ValueError, LookupError):
+        with suppress(ValueError, LookupError, LabError):
+            text = guest.sh(f"cat /run/tfglm/rank{guest.index}.json", check=False)
             return dict(json.loads(text)["ranks"][guest.index])
-        return {"phase": "none", "reason": text.strip()}
+        return {"phase": "none", "reason": ""}
 
     def until_says(self, guest: Guest, pattern: str, limit: float) -> str:
         """The reason that a rank gives for not serving, once it matches."""
@@ -116,7 +116,11 @@ class Lab:
 
         def all_over() -> bool:
             for guest in guests:
-                said = guest.sh(f"journalctl -u tfglm@{guest.index} -o short-unix --no-pager --since @{int(since) - 1}")
+                said = ""
+                with suppress(LabError):  # a guest that boots, or is slow: asked again
+                    said = guest.sh(
+                        f"journalctl -u tfglm@{guest.index} -o short-unix --no-pager --since @{int(since) - 1}"
+                    )
                 found = [(float(when), why) for when, _, why in _OVER.findall(said) if float(when) >= since]
                 if found:
                     ends[guest.name] = found[0]
