@@ -255,6 +255,17 @@ def test_a_rank_lost_while_nothing_runs(checkpoint: Path, number: int) -> None:
         assert_ended(server, 1, time.monotonic(), [])
 
 
+def test_ranks_end_with_a_leader_that_is_stopped_before_it_serves(checkpoint: Path) -> None:
+    """While it measures what drafts cost, the others wait in a gather, where nobody comes any more."""
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "2", *SMALL) as server:
+        server.wait_for("(rank 1 is ready)")
+        pids = list(ranks_of(server).values())
+        server.send(signal.SIGTERM)
+        assert server.ended(60) == 0, server.lines
+        assert gone(pids)
+    assert any("rank 1: tfglm: E_RANKS: rank 0 was stopped" in line for line in server.lines), server.lines
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_rank_that_is_told_to_end_says_so_to_all(checkpoint: Path, number: signal.Signals) -> None:
     with ServerProcess(*SERVE, checkpoint, "--ranks", "2", *SMALL) as server:

@@ -75,10 +75,9 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         self.serving = False
-        if self.engine is not None:
-            self.engine.stop()
+        idle = self.engine is not None and self.engine.stop()
         if self.leader is not None:
-            self.leader.close(error)
+            self.leader.close(error, idle=idle)
         if self.others is not None:
             self.others.close(failed=error is not None)
         if self.guard is not None:

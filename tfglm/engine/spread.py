@@ -86,7 +86,6 @@ class Leader:
         self._control: Control | None = None
         self._group: RankGroup | None = None
         self._facts = ""
-        self._loaded = False
 
     def meet(self, checkpoint: Checkpoint) -> list[int]:
         """Wait for all ranks; the memory that each has for its part, in bytes."""
@@ -125,7 +124,6 @@ class Leader:
         """Wait until every rank has loaded."""
         assert self._group is not None
         self._group.meet("loading", self._settings.rank_load_s)
-        self._loaded = True
 
     def states(self) -> list[str]:
         """In a word or two, how far each rank but 0 is."""
@@ -142,15 +140,16 @@ class Leader:
         if self._control is not None:
             self._control.check()
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Let the other ranks end: in order, or telling them why not."""
+    def close(self, error: BaseException | None = None, *, idle: bool) -> None:
+        """Let the other ranks end: in order, or telling them why not. idle: no work is under way, in which they would
+        wait for this one."""
         self._listener.close()
         if self._control is not None:
             if error is not None:
                 reason = str(error) if isinstance(error, TfglmError) else f"{type(error).__name__}: {error}"
                 self._control.fail(RanksError(f"rank 0 has ended: {reason}"))
-            elif not self._loaded:
-                self._control.fail(RanksError("rank 0 was stopped while the ranks loaded"))
+            elif not idle:
+                self._control.fail(RanksError("rank 0 was stopped before it was idle"))
             if self._group is not None:
                 self._group.close()
             self._control.close()
