@@ -12,8 +12,8 @@ from tfglm.errors import RanksError
 from tfglm.ranks.wire import Wire
 
 SIZES = ((12 * 1024, 100), (1 << 20, 20), (8 << 20, 5))
-"""Bytes of one rank's part and how often it is gathered: a row of GLM-5.3's hidden state in bfloat16, a small and a large
-piece of a prompt."""
+"""Bytes of one rank's part and how often it is gathered: a row of GLM-5.3's hidden state in bfloat16, a small and a
+large piece of a prompt."""
 
 
 @dataclass(frozen=True)
