@@ -62,6 +62,10 @@ for file in sorted(pathlib.Path("/etc/netplan").glob("*.yaml")) if sys.argv[1] =
 """
 
 
+class NoNamespacesError(Exception):
+    """This machine does not let its root make and join network namespaces."""
+
+
 class FakeMachines:
     """Context manager. `play` runs a playbook of a copy of this project, so that nothing changes while it runs."""
 
@@ -89,7 +93,11 @@ class FakeMachines:
                 (root / part).mkdir(parents=True)
                 (root / "work" / part).mkdir(parents=True)
             write(self.folder, f"{name}.sh", SHELL.format(netns=self.netns[i], stubs=stubs, root=root), 0o755)
-        self._wire()
+        try:
+            self._wire()
+        except subprocess.CalledProcessError as error:
+            self.__exit__()
+            raise NoNamespacesError(str(error)) from error
         return self
 
     def __exit__(self, *_: object) -> None:

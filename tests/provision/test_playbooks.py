@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_machines import FakeMachines
+from fake_machines import FakeMachines, NoNamespacesError
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAYBOOKS = sorted(path.stem for path in (ROOT / "playbooks").glob("*.yml"))
@@ -49,16 +49,19 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeMachines]
         pytest.skip("fake machines need root, ip and ping")
     if not (VENV / "bin/python").exists():
         pytest.skip(f"{VENV} is not there: tfglm's own environment, which the machines use")
-    with FakeMachines(tmp_path_factory.mktemp("machines"), VENV) as made:
-        if made.run("spark0", "ls /etc").returncode:
-            pytest.skip("overlays or namespaces cannot be mounted here")
-        tiny = made.folder / "tiny"
-        code = "from tfglm.cli.main import entry; entry()"
-        command = [str(VENV / "bin/python"), "-c", code, "synth", str(tiny), "--preset", "tiny", "--seed", "0"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-        for name in made.names:
-            shutil.copytree(tiny, made.root(name) / "srv/models/tiny")
-        yield made
+    try:
+        with FakeMachines(tmp_path_factory.mktemp("machines"), VENV) as made:
+            if made.run("spark0", "ls /etc").returncode:
+                pytest.skip("overlays or namespaces cannot be mounted here")
+            tiny = made.folder / "tiny"
+            code = "from tfglm.cli.main import entry; entry()"
+            command = [str(VENV / "bin/python"), "-c", code, "synth", str(tiny), "--preset", "tiny", "--seed", "0"]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+            for name in made.names:
+                shutil.copytree(tiny, made.root(name) / "srv/models/tiny")
+            yield made
+    except NoNamespacesError as error:
+        pytest.skip(f"fake machines cannot be wired here: {error}")
 
 
 def recap(output: str) -> dict[str, tuple[int, int]]:

@@ -21,7 +21,10 @@ def _possible() -> bool:
     name = f"tfglm{secrets.token_hex(3)}"
     try:
         ip("netns", "add", name)
-        ip("netns", "delete", name)
+        try:
+            ip("-n", name, "link", "add", "a", "mtu", "9000", "type", "veth", "peer", "name", "b")
+        finally:
+            ip("netns", "delete", name)
     except (OSError, subprocess.SubprocessError):
         return False
     return True
