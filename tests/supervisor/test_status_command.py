@@ -19,6 +19,17 @@ def test_where_no_rank_runs_it_says_what_to_do(tmp_path: Path, capsys: pytest.Ca
     assert "--inventory" in said
 
 
+def test_beside_an_inventory_it_asks_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tfglm.supervisor.state.STATE_DIR", tmp_path / "run")
+    monkeypatch.setattr("tfglm.cli.status.play", lambda playbook, args: asked.append(playbook) or 0)
+    assert main(["status"]) == 1
+    (tmp_path / "inventory.ini").touch()
+    assert main(["status"]) == 0
+    assert asked == ["status.yml"]
+
+
 def test_it_shows_every_rank_from_any_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Supervised(tmp_path, count=2) as two:
         two.start(1)

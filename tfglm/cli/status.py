@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "status",
         help="every rank: phase, memory, links, tokens a second",
         description="On a node of the cluster: what its supervisor knows of all ranks; exit code 1 unless all serve. "
-        "From elsewhere, with --inventory: the same through Ansible.",
+        "From elsewhere, with --inventory or beside an inventory.ini: the same through Ansible.",
     )
     parser.add_argument("--state", type=Path, metavar="DIR", help="where supervisors write (default /run/tfglm)")
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         return play("status.yml", args)
     folder = args.state or STATE_DIR
     states = read_states(folder)
+    if not states and args.state is None and Path("inventory.ini").exists():
+        return play("status.yml", args)
     if not states:
         raise ConfigError(
             f"no rank runs here: {folder} holds no state. On a node of a cluster see systemctl status 'tfglm@*'; from "
