@@ -137,9 +137,9 @@ def test_the_queue_is_bounded(gate: Gate) -> None:
         gate.wait()
         receivers += [ask(engine, request(f"r{n}")) for n in range(2, 5)]
         # The second may have come when the engine was already at work for the first: it then waits for a lane.
-        with pytest.raises(QueueFullError, match=r"\d requests are running and \d waiting; the queue holds 3") as caught:
+        with pytest.raises(QueueFullError, match=r"\d requests are running and \d waiting; the queue holds 3") as full:
             ask(engine, request("r5"))
-        assert caught.value.retry_after > 0
+        assert full.value.retry_after > 0
         assert engine.snapshot().running + engine.snapshot().waiting == 5
         gate.open()
         assert all(receiver.finished for receiver in receivers)
