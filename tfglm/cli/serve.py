@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
-from tfglm.bundled import MODEL
+from tfglm.bundled import DRAFTER, MODEL
 from tfglm.settings import Settings, flag_name, flags, help_text
 
 
@@ -30,5 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     given = {f.name: getattr(args, f.name) for f in flags("serve")}
     settings = Settings.from_sources(given | {"rank": 0})
+    if args.path == MODEL and settings.drafter == "auto" and not settings.drafter_path:
+        settings = dataclasses.replace(settings, drafter_path=str(DRAFTER))
     start_logging(settings)
     return serve_model(args.path, settings, LocalRanks(args.path) if settings.ranks > 1 else None)
