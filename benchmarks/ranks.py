@@ -121,10 +121,10 @@ def one_rank(args: argparse.Namespace) -> None:
             return
         leader = Leader(settings, listen((host, int(port))), lambda: None, lambda error: None)
         leader.meet(checkpoint)
-        model = load_model(checkpoint, **common, group=leader.open(CACHE))
+        model = load_model(checkpoint, **common, group=leader.open(CACHE, 0))
         leader.loaded()
         print(json.dumps(measured(model, args)), flush=True)
-        leader.close()
+        leader.close(idle=True)
 
 
 def measured(model: Glm53, args: argparse.Namespace) -> dict[str, Any]:
