@@ -24,7 +24,7 @@ from tfglm.checks.problem import Problem
 from tfglm.checks.suite import problem
 from tfglm.cli.loading import load
 from tfglm.cli.serving import Session
-from tfglm.engine.api import Event, Finished, GenerationRequest, SamplingParams
+from tfglm.engine.api import Event, Finished, GenerationRequest, SamplingParams, Snapshot
 from tfglm.server.state import Served
 from tfglm.settings import Settings
 
@@ -51,7 +51,7 @@ def ask(served: Served, one: Problem, number: int, sampling: SamplingParams) -> 
 
 
 def measured(served: Served, count: int, temperature: float) -> dict[str, Any]:
-    drafts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    before = served.engine.snapshot()
     tokens, milliseconds, by_category = 0, 0.0, {}
     for category in CATEGORIES:
         spent, made = 0.0, 0
@@ -60,18 +60,26 @@ def measured(served: Served, count: int, temperature: float) -> dict[str, Any]:
             finished = ask(served, problem(category, 700_000 + number, 0), number, sampling)
             made += finished.usage.completion_tokens
             spent += finished.timings.predicted_ms
-            for entry in finished.usage.drafts:
-                key = entry.source if entry.slot is None else f"{entry.source} slot {entry.slot}"
-                drafts[key][0] += entry.drafted
-                drafts[key][1] += entry.accepted
         by_category[category] = round(1000 * made / spent, 1)
         tokens, milliseconds = tokens + made, milliseconds + spent
     return {
         "tokens": tokens,
         "tokens_a_second": round(1000 * tokens / milliseconds, 1),
+        "tokens_a_round": round(tokens / (served.engine.snapshot().rounds - before.rounds), 2),
         "by_category": by_category,
-        "drafts": {key: {"drafted": d, "kept": a, "share": round(a / max(d, 1), 3)} for key, (d, a) in drafts.items()},
+        "drafts": by_slot(before, served.engine.snapshot()),
     }
+
+
+def by_slot(before: Snapshot, after: Snapshot) -> dict[str, Any]:
+    """What was drafted and kept in between, by source and slot."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for sign, snapshot in ((-1, before), (1, after)):
+        for entry in snapshot.drafts:
+            key = f"{entry.source} {entry.slot}"
+            counts[key][0] += sign * entry.drafted
+            counts[key][1] += sign * entry.accepted
+    return {key: {"drafted": d, "kept": a, "share": round(a / d, 3)} for key, (d, a) in counts.items() if d}
 
 
 def main() -> None:
