@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -51,7 +52,11 @@ def ranks_of(server: ServerProcess) -> dict[int, int]:
     """The process of every rank but 0."""
     found = {}
     tasks = Path(f"/proc/{server.process.pid}/task")
-    for pid in {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}:
+    children: set[str] = set()
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # a thread may end while it is looked at
+            children.update((task / "children").read_text().split())
+    for pid in children:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         for entry in environ:
             if entry.startswith(b"TFGLM_RANK="):
