@@ -17,7 +17,8 @@ from tfglm.ranks.gloo import GlooWire
 from tfglm.ranks.inprocess import in_process_wires
 from tfglm.ranks.shared import SharedWire
 from tfglm.ranks.wire import Wire
-from tfglm.ranks.wires import open_wire
+from tfglm.ranks.wires import chosen_wire, open_wire
+from tfglm.settings import Settings
 
 RANKS = 3
 
@@ -161,6 +162,12 @@ def test_a_wait_has_a_limit(impatient: Wires) -> None:
 def test_wires_have_names() -> None:
     with pytest.raises(ConfigError, match="there is no wire 'string'; there are gloo, shared, nccl"):
         open_wire("string", controls_in_process(1)[0])
+
+
+def test_a_wire_that_is_asked_for_is_taken() -> None:
+    assert chosen_wire(Settings(wire="gloo"), one_machine=True) == "gloo"
+    assert chosen_wire(Settings(), one_machine=True) == "shared"
+    assert chosen_wire(Settings(), one_machine=False) == "gloo"
 
 
 # -- shared memory alone

@@ -141,7 +141,7 @@ def _cluster_part(args: argparse.Namespace) -> dict[str, Any] | None:
     if lacks:
         raise RanksError(f"rank {node.rank} lacks {lacks}")
     os.environ.update(engine_environment(node, resolve(node), len(cluster.ranks)))
-    from tfglm.engine.spread import chosen_wire
+    from tfglm.ranks.wires import chosen_wire
 
     wire = args.wire or chosen_wire(cluster.tfglm_settings(), one_machine=False)
     leader = (cluster.ranks[0].control, cluster.ports.doctor)

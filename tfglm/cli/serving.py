@@ -68,7 +68,8 @@ def chosen(settings: Settings, *, one_machine: bool) -> Settings:
 
     from tfglm.engine.device import choose_device
     from tfglm.engine.machine import cores
-    from tfglm.engine.spread import chosen_wire, take_gpu
+    from tfglm.engine.spread import take_gpu
+    from tfglm.ranks.wires import chosen_wire
 
     device = choose_device(settings.device, settings.kv, settings.dense, settings.head)
     settings = dataclasses.replace(settings, device=device)

@@ -261,13 +261,6 @@ def _wire(control: Control, settings: Settings) -> Wire:
     return open_wire(settings.wire, control, limit_s=settings.rank_step_s)
 
 
-def chosen_wire(settings: Settings, *, one_machine: bool) -> str:
-    """settings.wire, with something particular in place of auto: nothing that has not been seen to work."""
-    if settings.wire != "auto":
-        return settings.wire
-    return "shared" if one_machine else "gloo"
-
-
 def take_gpu(settings: Settings) -> None:
     """Of several GPUs in one machine, ranks take one each."""
     if settings.device == "cuda" and settings.ranks > 1:

@@ -1,12 +1,20 @@
-"""The wires by name."""
+"""The wires by name, and which one it is where none is asked for."""
 
 from __future__ import annotations
 
 from tfglm.errors import ConfigError
 from tfglm.ranks.control import Control
 from tfglm.ranks.wire import Wire
+from tfglm.settings import Settings
 
 WIRES = ("gloo", "shared", "nccl")
+
+
+def chosen_wire(settings: Settings, *, one_machine: bool) -> str:
+    """settings.wire, with something particular in place of auto: nothing that has not been seen to work."""
+    if settings.wire != "auto":
+        return settings.wire
+    return "shared" if one_machine else "gloo"
 
 
 def open_wire(name: str, control: Control, *, host: str = "", limit_s: float = 300.0) -> Wire:
