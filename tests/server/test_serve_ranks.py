@@ -237,7 +237,8 @@ def assert_ended(server: ServerProcess, rank: int, began: float, others: list[in
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_a_rank_lost_while_it_loads(checkpoint: Path, tmp_path: Path, number: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW)
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    ours = [str(tmp_path), str(Path(__file__).parents[2])]
+    path = os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     port = free_port()
     flags = (*SMALL, "--port", str(port))
     with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *flags, environ={"PYTHONPATH": path}) as server:
