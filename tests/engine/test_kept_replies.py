@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from harness import TOKENIZER, Proposing, Receiver, ask, request
+from harness import LIMIT, TOKENIZER, Proposing, Receiver, ask, request
 from paged_model import KeepingEngine
 
+from tfglm.cache.kept import Block
 from tfglm.cache.pages import PAGE
 from tfglm.drafts.costs import Costs
 from tfglm.drafts.policy import Policy
@@ -125,8 +127,8 @@ def test_kept_pages_of_a_running_reply_are_promised_once(pages: int, together: b
     assert same(earlier, fresh(first)) and same(later, fresh(second))
 
 
-def test_a_request_that_waits_holds_no_kept_pages() -> None:
-    """It finds its beginning among the kept pages at every turn, while there is no room for the rest."""
+def test_a_request_that_waits_comes_to_run() -> None:
+    """It holds its beginning among the kept pages, while there is no room for the rest."""
     first = request("a", prompt(PAGE + 9), 4)
     long = request("b", prompt(3 * PAGE, seed=1), 3 * PAGE, temperature=0.0, ignore_eos=True)
     with KeepingEngine(8, 8, parallel=2) as keeping:
@@ -279,3 +281,45 @@ def test_the_keys_of_a_prompt_are_made_once() -> None:
         keeping.kept.keys = counted  # type: ignore[method-assign]
         assert ask(keeping.engine, wanted).finished
     assert sum(hashed) < 3 * PAGE
+
+
+def test_a_long_prompt_is_hashed_while_nobody_waits() -> None:
+    """Half a million tokens take ten milliseconds, for which the engine's lock is not held."""
+    hashing, go_on = threading.Event(), threading.Event()
+    with KeepingEngine(16, 8) as keeping:
+        keys = keeping.kept.keys
+
+        def slow(tokens: Sequence[int], before: bytes | None = None) -> list[bytes]:
+            if len(tokens) > 2 * PAGE:
+                hashing.set()
+                assert go_on.wait(LIMIT)
+            return keys(tokens, before)
+
+        keeping.kept.keys = slow  # type: ignore[method-assign]
+        receiver, other = Receiver(), Receiver()
+        long = request("long", prompt(3 * PAGE), 4)
+        threading.Thread(target=keeping.engine.submit, args=(long, receiver), daemon=True).start()
+        assert hashing.wait(LIMIT)
+        short = threading.Thread(target=keeping.engine.submit, args=(request("short"), other), daemon=True)
+        short.start()
+        ended = other.ended.wait(5)
+        go_on.set()
+        assert ended and other.finished and receiver.finished
+
+
+def test_the_kept_pages_of_a_request_that_waits_are_walked_once() -> None:
+    looked_up: list[int] = []
+    begun = prompt(3 * PAGE)
+    with KeepingEngine(16, 16, parallel=2) as keeping:
+        assert ask(keeping.engine, request("a", begun, 1)).finished
+        find = keeping.kept.find
+
+        def counted(keys: Sequence[bytes]) -> list[Block]:
+            looked_up.append(len(keys))
+            return find(keys)
+
+        keeping.kept.find = counted  # type: ignore[method-assign]
+        running = ask(keeping.engine, request("b", prompt(300, seed=1), 6 * PAGE, temperature=0.0, ignore_eos=True))
+        waiting = ask(keeping.engine, request("c", [*begun, 7], 12 * PAGE, temperature=0.0))
+        assert running.finished and waiting.finished.usage.cached_tokens == 3 * PAGE
+    assert len(looked_up) > 100 and sum(looked_up) == 1 + 3

@@ -11,7 +11,7 @@ from tfglm.engine.states import PromptStates
 
 
 def reply(id: str, *, reading: bool) -> Reply:
-    made = Reply(request(id, [1] * 50, max_tokens=100), lambda event: None, TOKENIZER, EOS, "")
+    made = Reply(request(id, [1] * 50, max_tokens=100), lambda event: None, TOKENIZER, EOS, 0)
     made.read = 0 if reading else 50
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections import Counter
 from fractions import Fraction
 
@@ -127,8 +128,9 @@ def test_a_uniform_that_rounds_to_one_is_infinite_noise_without_a_warning(monkey
 
 
 def test_the_derived_seed_is_the_prompts_hash() -> None:
-    digest = hashlib.sha256(b"1,22,333|salt").digest()
+    digest = hashlib.sha256(b"salt|" + struct.pack("<3I", 1, 22, 333)).digest()
     assert derived_seed([1, 22, 333], "salt") == int.from_bytes(digest[:8], "little") % 2**63
+    assert derived_seed([1, 22, 333], "salt") == derived_seed(np.array([1, 22, 333], np.uint32), "salt")
     assert derived_seed([1, 22, 333], "") != derived_seed([12, 2, 333], "")
 
 

@@ -69,7 +69,7 @@ class KeptStates:
         """Pages that belong to no stream."""
         return len(self._blocks)
 
-    def keys(self, tokens: Sequence[int], before: bytes | None = None) -> list[bytes]:
+    def keys(self, tokens: Sequence[int] | np.ndarray, before: bytes | None = None) -> list[bytes]:
         """The keys of the whole pages of a text; `before`: the key of the page before it, if it is not the first."""
         raw = np.asarray(tokens, "<u4").tobytes()
         keys, key, size = [], self._root if before is None else before, 4 * self.page_tokens

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from tfglm.engine.api import (
     ContextLengthError,
     EngineState,
@@ -17,6 +19,7 @@ from tfglm.engine.api import (
 )
 from tfglm.engine.drafting import Drafting
 from tfglm.engine.model import Model
+from tfglm.engine.noise import derived_seed
 from tfglm.engine.reply import Reply
 from tfglm.engine.round import decode, read_chunk, resume
 from tfglm.engine.scheduler import Plan, Scheduler
@@ -85,9 +88,10 @@ class Engine:
     def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> None:
         """Queue a request; see EnginePort. Raises ValueError for what no server should let through: an empty prompt,
         token ids that the tokenizer does not have, an id already in use."""
-        prompt = request.prompt
-        if not prompt or not 0 <= min(prompt) <= max(prompt) < self._tokenizer.vocab_size:
+        prompt, sampling = np.asarray(request.prompt), request.sampling
+        if not prompt.size or not 0 <= prompt.min() <= prompt.max() < self._tokenizer.vocab_size:
             raise ValueError(f"a prompt needs one or more token ids from 0 to {self._tokenizer.vocab_size - 1}")
+        prompt = prompt.astype("<u4")
         total = len(prompt) + request.max_tokens
         if total > self._context:
             raise ContextLengthError(
@@ -95,7 +99,9 @@ class Engine:
                 f"({len(prompt)} in the messages, {request.max_tokens} in the completion). Please reduce the length of "
                 "the messages or completion."
             )
-        reply = Reply(request, on_event, self._tokenizer, self._eos, self._settings.seed_salt)
+        seed = derived_seed(prompt, self._settings.seed_salt) if sampling.seed is None else sampling.seed
+        reply = Reply(request, on_event, self._tokenizer, self._eos, seed)
+        reply.page_keys = self._states.keys(prompt)  # here: the lock is not yet held, and other replies go on
         with self._changed:
             if self._state != "ready":
                 raise NotServingError(f"the engine takes no requests: its state is {self._state}")

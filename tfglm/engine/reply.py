@@ -32,7 +32,7 @@ from tfglm.engine.api import (
     Usage,
 )
 from tfglm.engine.guess import Guess
-from tfglm.engine.noise import derived_seed, noise_key
+from tfglm.engine.noise import noise_key
 from tfglm.engine.sampler import (
     LOWEST_TEMPERATURE,
     LogitsError,
@@ -55,8 +55,8 @@ class Reply:
     eos token counts among the completion tokens and prints nothing; a stop token id likewise, unless the request wants
     the stop in its output. Below min_tokens neither of them can be drawn, and a stop string does not end the reply.
     `pages` are the cache pages that the whole prompt and reply may come to need, `promised` those of them that are set
-    aside for this reply alone. `page_keys`: by which kept pages are found. `reused`: those found, until the stream has
-    them. `resumed`: the tokens they hold.
+    aside for this reply alone. `page_keys`: of the whole pages of its prompt. `reused`: kept pages that
+    were found for it, until the stream has them. `resumed`: the tokens they hold. seed: of its noise.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Reply:
         on_event: Callable[[Event], None],
         tokenizer: Tokenizer,
         eos: Collection[int],
-        seed_salt: str,
+        seed: int,
     ) -> None:
         self.request = request
         self.longest = len(request.prompt) + request.max_tokens
         self.promised = 0
         self.reused: list[Block] = []
-        self.page_keys: list[bytes] | None = None
+        self.page_keys: list[bytes] = []
         self.resumed = 0
         self.tokens: list[int] = []
         self.read = 0
@@ -96,8 +96,7 @@ class Reply:
             include_stop=request.include_stop_in_output,
             silent=self._eos,
         )
-        self._seed_salt = seed_salt
-        self._seed = 0
+        self._seed = seed
         self._counts: TokenCounts | None = None
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
         self._reasoning_tokens = 0
@@ -131,7 +130,6 @@ class Reply:
         self.read = self.resumed = stream.length
         self._started = time.monotonic()
         prompt, params = self.request.prompt, self.request.sampling
-        self._seed = derived_seed(prompt, self._seed_salt) if params.seed is None else params.seed
         self._counts = TokenCounts(prompt) if has_penalties(params) else None
         self._send(Started(queue_ms=_ms(self._submitted, self._started)))
 

@@ -121,14 +121,11 @@ class Scheduler:
 
     def _promise(self, reply: Reply) -> bool:
         """Set aside what a reply needs beside the kept pages it begins with; others are dropped for it. False if there
-        is no room yet."""
+        is no room yet; it holds what was found until then."""
         self._states.find(reply)
         reply.promised = pages_for(reply.longest, self._page_tokens) - len(reply.reused)
         self._states.drop(reply.promised - self.free_pages)
-        if reply.promised <= self.free_pages:
-            return True
-        self._states.forget(reply)
-        return False
+        return reply.promised <= self.free_pages
 
     def remove(self, reply: Reply) -> None:
         """Free the lane and the pages of a reply that runs; anything else is left alone."""

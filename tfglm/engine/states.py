@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from tfglm.cache.kept import KeptStates
 from tfglm.cache.pages import Stream
 from tfglm.cache.tier import DiskTier, Fetch, PageLateError
@@ -15,7 +19,7 @@ class PromptStates:
     """Without `kept` nothing is kept and every prompt is read from its start; `disk` keeps more, and across restarts.
     replies: keep the rows of replies too, which needs a model that decodes a row as it reads it (decodes_alike): a
     prompt that goes on from them must get the reply of one that was read whole.
-    Used by the engine's thread alone."""
+    Used by the engine's thread alone, but for `keys`."""
 
     def __init__(self, kept: KeptStates | None = None, disk: DiskTier | None = None, *, replies: bool = True) -> None:
         self._kept = kept
@@ -28,19 +32,22 @@ class PromptStates:
         """Pages that are kept, whether a reply reads them or not."""
         return self._kept.pages if self._kept else 0
 
-    def find(self, reply: Reply) -> None:
-        """Hold the kept pages that a waiting reply's prompt begins with. Its last token is always read: the logits that
-        follow it are not kept. Neither are those that prompt_logprobs asks for, so such a prompt is read whole."""
-        if self._kept and reply.request.prompt_logprobs is None:
-            if reply.page_keys is None:
-                reply.page_keys = self._kept.keys(reply.request.prompt[:-1])
-            reply.reused = self._kept.find(reply.page_keys)
+    def keys(self, prompt: Sequence[int] | np.ndarray) -> list[bytes]:
+        """A reply's page_keys. Any thread may call it: it takes its time for a long prompt."""
+        return self._kept.keys(prompt) if self._kept else []
 
-    def forget(self, reply: Reply) -> None:
-        """Let go of what `find` holds."""
+    def find(self, reply: Reply) -> None:
+        """Hold the kept pages that a waiting reply's prompt begins with, besides those that it holds already: it waits
+        at every turn, and the walk over a long prompt's pages is not made again."""
         if self._kept:
-            self._kept.release(reply.reused)
-        reply.reused = []
+            reply.reused += self._kept.find(self._useful(reply)[len(reply.reused) :])
+
+    def _useful(self, reply: Reply) -> list[bytes]:
+        """Of the pages that a prompt may begin with. Its last token is always read: the logits that follow it are not
+        kept. Neither are those that prompt_logprobs asks for, so such a prompt is read whole."""
+        if self._kept is None or reply.request.prompt_logprobs is not None:
+            return []
+        return reply.page_keys[: (len(reply.request.prompt) - 1) // self._kept.page_tokens]
 
     def drop(self, pages: int) -> None:
         """Make room for a reply: give up to `pages` kept pages to the pool."""
@@ -52,9 +59,9 @@ class PromptStates:
         if self._kept and reply.reused:
             self._kept.lend(stream, reply.reused)
             reply.reused = []
-        if self._disk and reply.page_keys:
-            self._disk.used(reply.page_keys)
-            fetch = self._disk.fetch(reply.page_keys[len(stream.pages) :])
+        if self._disk and (keys := self._useful(reply)):
+            self._disk.used(keys)
+            fetch = self._disk.fetch(keys[len(stream.pages) :])
             if fetch is not None:
                 self._fetches[reply] = fetch
 
@@ -92,14 +99,12 @@ class PromptStates:
         """A part of a prompt was read: keep its whole pages, so that others share them at once. Not of a reply that
         failed: its logits may have been the last of rows that are no numbers either."""
         if self._kept and reply.stream is not None and reply.failure is None:
-            if reply.page_keys is None:
-                reply.page_keys = self._kept.keys(reply.request.prompt)
             reply.promised -= self._kept.keep(reply.stream, reply.page_keys[: reply.read // self._kept.page_tokens])
 
     def finished(self, reply: Reply) -> None:
         """A reply is over, and its pages are promised to nobody else yet: keep the whole pages of prompt and reply."""
         if self._kept and self._replies and reply.stream is not None and reply.failure is None:
-            known = (reply.page_keys or [])[: reply.read // self._kept.page_tokens]
+            known = reply.page_keys[: reply.read // self._kept.page_tokens]
             prompt, cached = (
                 reply.request.prompt[len(known) * self._kept.page_tokens :],
                 min(reply.cached, reply.stream.length),
@@ -113,9 +118,11 @@ class PromptStates:
         fetch = self._fetches.pop(reply, None)
         if fetch is not None:
             fetch.close()
-        self.forget(reply)
-        if self._kept and reply.stream is not None:
-            self._kept.part(reply.stream)
+        if self._kept:
+            self._kept.release(reply.reused)
+            reply.reused = []
+            if reply.stream is not None:
+                self._kept.part(reply.stream)
 
     def close(self) -> None:
         """The engine has ended: bring what was kept to the disk."""
