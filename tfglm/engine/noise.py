@@ -47,7 +47,7 @@ def derived_seed(prompt: Sequence[int] | np.ndarray, salt: str) -> int:
     """The seed of a request that names none, 0 to 2^63-1: same prompt and salt, same seed. Half a million tokens take
     some milliseconds, and one if they come as an array of uint32."""
     digest = hashlib.sha256(salt.encode() + b"|")
-    digest.update(np.ascontiguousarray(prompt, "<u4"))
+    digest.update(np.asarray(prompt, "<u4").tobytes())
     return int.from_bytes(digest.digest()[:8], "little") & (_WORD >> 1)
 
 

@@ -55,8 +55,8 @@ class Reply:
     eos token counts among the completion tokens and prints nothing; a stop token id likewise, unless the request wants
     the stop in its output. Below min_tokens neither of them can be drawn, and a stop string does not end the reply.
     `pages` are the cache pages that the whole prompt and reply may come to need, `promised` those of them that are set
-    aside for this reply alone. `page_keys`: of the whole pages of its prompt. `reused`: kept pages that
-    were found for it, until the stream has them. `resumed`: the tokens they hold. seed: of its noise.
+    aside for this reply alone. `page_keys`: of the whole pages of its prompt. `reused`: kept pages that were found for
+    it, until the stream has them. `resumed`: the tokens they hold. seed: of its noise.
     """
 
     def __init__(
