@@ -26,6 +26,7 @@ from tfglm.hosts.serving import nonsense
 from tfglm.hosts.snapshot import differences
 from tfglm.settings import Settings
 from tfglm.supervisor import provision
+from tfglm.supervisor.playbooks import INSTALL
 
 SPECS, DERIVED = ROOT / "roles/tfglm/meta/argument_specs.yml", ROOT / "roles/tfglm/vars/main.yml"
 OWN = ("tfglm_checked", "tfglm_names")
@@ -181,7 +182,7 @@ def preset_plan(settings: Mapping[str, str], profile: str, available: Sequence[i
         from tfglm.memory.inventory import published
         from tfglm.memory.plan import GPU_CHANGES, make_plan, require
     except ImportError as error:
-        raise ConfigError(f"{error.name} is missing where Ansible runs: pip install 'tfglm[provision]'") from None
+        raise ConfigError(f"{error.name} is missing where Ansible runs; {INSTALL}") from None
     values = Settings.from_sources({**settings, "ranks": len(available)}, environ={}, defaults=PRESETS[profile])
     model = published(profile)
     plan = make_plan(model, values, list(available))
@@ -253,4 +254,5 @@ class FilterModule:
             "tfglm_member": member,
             "tfglm_dependencies": dependencies,
             "tfglm_plan_environment": _filter(provision.plan_environment),
+            "tfglm_unpinned": _filter(provision.unpinned),
         }

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from tfglm.cli.main import main
-from tfglm.cli.playbooks import View, summarise
+from tfglm.cli.playbooks import View, not_reached, summarise
 from tfglm.supervisor.playbooks import Step, Summary, find_playbooks, run_playbook, step_of
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def event(kind: str, **data: Any) -> dict[str, Any]:
@@ -40,6 +43,16 @@ def event(kind: str, **data: Any) -> dict[str, Any]:
                 "runner_on_failed", res={"msg": "All items completed", "results": [{"failed": True, "msg": "E_X: y"}]}
             ),
             Step("failed", "Do it", "spark1", "E_X: y"),
+        ),
+        (
+            event(
+                "runner_on_unreachable",
+                res={
+                    "msg": "All items completed",
+                    "results": [{"unreachable": True, "msg": "failed via ssh: ssh: refused"}],
+                },
+            ),
+            Step("unreachable", "Do it", "spark1", "ssh: refused"),
         ),
         (event("runner_on_failed", ignore_errors=True, res={"msg": "x"}), Step("ok", "Do it", "spark1")),
         (event("runner_on_unreachable", res={"msg": "timed out"}), Step("unreachable", "Do it", "spark1", "timed out")),
@@ -94,7 +107,25 @@ def test_what_is_missing_is_named(
     monkeypatch.setitem(sys.modules, "ansible_runner", None)
     for command in (["up"], ["down"], ["logs"], ["plan", "--cluster"], ["doctor"], ["status", "-i", "inventory.ini"]):
         assert main(command) == 1
-        assert "python -m pip install 'tfglm[provision]'" in capsys.readouterr().err
+        assert "`.venv/bin/pip install -e '.[provision]'` in tfglm's checkout brings it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("playbook", "instead"),
+    [
+        ("stop.yml", "systemctl stop 'tfglm@*'"),
+        ("status.yml", "`tfglm status`"),
+        ("logs.yml", "journalctl -u 'tfglm@*'"),
+        ("site.yml", "must work from here"),
+    ],
+)
+def test_a_machine_that_is_away_is_named_with_what_to_do(playbook: str, instead: str) -> None:
+    away = [Step("unreachable", "Do it", name, f"{name}'s cause.") for name in ("spark1", "spark2")]
+    said = not_reached(playbook, away)
+    assert said.startswith(
+        f"{playbook} did not reach spark1: spark1's cause; spark2: spark2's cause. `ssh USER@HOST true`"
+    )
+    assert instead in said
 
 
 PLAYBOOK = """
@@ -111,7 +142,12 @@ PLAYBOOK = """
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ansible_runner") is None, reason="ansible-runner is not installed")
+needs_ansible = pytest.mark.skipif(
+    importlib.util.find_spec("ansible_runner") is None, reason="ansible-runner is not installed; make provision-check"
+)
+
+
+@needs_ansible
 def test_a_real_playbook(tmp_path: Path) -> None:
     (tmp_path / "site.yml").write_text(PLAYBOOK)
     (tmp_path / "ansible.cfg").write_text("[defaults]\nretry_files_enabled = false\n")
@@ -129,3 +165,27 @@ def test_a_real_playbook(tmp_path: Path) -> None:
     broken = run_playbook("nothing.yml", tmp_path, inventory, "", steps.append)
     assert broken.code != 0
     assert "nothing.yml" in broken.failures[0].says
+
+
+@needs_ansible
+@pytest.mark.parametrize(
+    ("command", "playbook"), [("down", "stop.yml"), ("status", "status.yml"), ("logs", "logs.yml")]
+)
+def test_ssh_that_fails_is_said_in_its_own_words(
+    command: str, playbook: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two machines, at both of which nobody listens: the second is asked although the first is away."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    inventory = tmp_path / "inventory.ini"
+    where = f"ansible_host=127.0.0.1 ansible_port={port} ansible_python_interpreter={sys.executable}"
+    pins = "tfglm_checkpoint=/srv/models/tiny\ntfglm_user=root"
+    inventory.write_text(f"[sparks]\nspark0 {where}\nspark1 {where}\n[sparks:vars]\n{pins}\n")
+    assert main([command, "-i", str(inventory), "--playbooks", str(ROOT / "playbooks")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"tfglm: E_WORKER: {playbook} did not reach spark0: ssh: connect to host 127.0.0.1 port {port}"
+    )
+    assert said.count("Connection refused") == 2
+    assert "; spark1: ssh: connect to host" in said

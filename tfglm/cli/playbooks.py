@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING
 from tfglm.errors import WorkerError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.status import Status
 
     from tfglm.supervisor.playbooks import Step, Summary
+
+
+_INSTEAD = {
+    "stop.yml": "on that machine itself `sudo systemctl stop 'tfglm@*' tfglm.target` stops its rank",
+    "status.yml": "on any machine of the cluster `tfglm status` says how every rank is",
+    "logs.yml": "on that machine itself `journalctl -u 'tfglm@*'` has its rank's log",
+}
+"""What does the same as a playbook where ssh does not."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,11 +50,24 @@ def play(playbook: str, args: argparse.Namespace, arguments: str = "") -> int:
     summarise(console, summary)
     if summary.cancelled:
         return 130
+    away = [step for step in summary.failures if step.kind == "unreachable"]
+    if away:
+        raise WorkerError(not_reached(playbook, away))
     if summary.failures:
         first = summary.failures[0]
         where = f" on {first.host}" if first.host else ""
         raise WorkerError(f"{playbook} failed{where} at {first.text!r}: {first.says}")
     return summary.code
+
+
+def not_reached(playbook: str, away: Sequence[Step]) -> str:
+    """Which machines Ansible could not talk to, in its connection's own words, and what to do about it."""
+    who = "; ".join(f"{step.host}: {step.says.removesuffix('.')}" for step in sorted(away, key=lambda step: step.host))
+    instead = f"; {_INSTEAD[playbook]}" if playbook in _INSTEAD else ""
+    return (
+        f"{playbook} did not reach {who}. `ssh USER@HOST true` must work from here without a question, with ansible_user "
+        f"and ansible_host of the inventory{instead}"
+    )
 
 
 class View:

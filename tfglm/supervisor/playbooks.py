@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -14,7 +15,8 @@ from typing import Any
 
 from tfglm.errors import ConfigError
 
-PACKAGE = "tfglm[provision]"
+INSTALL = "`.venv/bin/pip install -e '.[provision]'` in tfglm's checkout brings it"
+"""tfglm is on no package index, so that its name alone would bring nothing, or something else."""
 _ENDS = {
     "runner_on_ok": "ok",
     "runner_on_failed": "failed",
@@ -22,6 +24,11 @@ _ENDS = {
     "runner_on_skipped": "skipped",
 }
 _LONGEST_MESSAGE = 2000
+_OF_LOOPS = ("All items completed", "One or more items failed", "no message")
+"""What a loop says whose items say the rest."""
+
+_BEFORE_SSH = re.compile(r"^.*?\b(?:via|over) ssh:\s*", re.DOTALL)
+"""What Ansible puts before the words of ssh itself."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,7 @@ def run_playbook(
     try:
         import ansible_runner
     except ImportError:
-        raise ConfigError(
-            f"this command runs Ansible, which is not installed here; python -m pip install '{PACKAGE}' brings it"
-        ) from None
+        raise ConfigError(f"this command runs Ansible, which is not installed here; {INSTALL}") from None
     steps = _Steps()
     cancel = threading.Event()
     summary = Summary(playbook)
@@ -169,6 +174,8 @@ def step_of(event: Mapping[str, Any]) -> Step | None:
         end = "ok"
     if end in ("failed", "unreachable"):
         says = _failure(result)
+    if end == "unreachable":
+        says = _BEFORE_SSH.sub("", says)
     elif end == "ok" and result.get("changed"):
         end = "changed"
     elif end == "ok" and str(data.get("task_action", "")).rpartition(".")[2] == "debug":
@@ -179,8 +186,9 @@ def step_of(event: Mapping[str, Any]) -> Step | None:
 def _failure(result: Mapping[str, Any]) -> str:
     """Why a task failed: its message, and what its command wrote last."""
     message = _text(result.get("msg", "")) or "no message"
-    loop = [item for item in result.get("results", ()) if isinstance(item, dict) and item.get("failed")]
-    if loop and message in ("All items completed", "One or more items failed", "no message"):
+    items = [item for item in result.get("results", ()) if isinstance(item, dict)]
+    loop = [item for item in items if item.get("failed") or item.get("unreachable")]
+    if loop and message in _OF_LOOPS:
         return _failure(loop[0])
     errors = str(result.get("stderr") or result.get("module_stderr") or "").strip()
     if errors and errors not in message:

@@ -67,6 +67,23 @@ def engine_settings(variables: Mapping[str, Any], preset: Mapping[str, Any] | No
     return {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in given.items()}
 
 
+def unpinned(repository: str, revision: str, what: str, hub: str) -> str:
+    """Why a repository of the Hub does not say exactly which files it is; empty when it does. what: model or drafter,
+    as the variables are named."""
+    folder = "set tfglm_checkpoint to a folder that is on rank 0 already"
+    if not repository:
+        return (
+            f"E_CONFIG: tfglm_model_id and tfglm_checkpoint are both empty; name a repository of the Hub, or {folder}"
+        )
+    if re.fullmatch("[0-9a-f]{40}", revision):
+        return ""
+    return (
+        f"E_CONFIG: {PREFIX}{what}_revision is {revision or 'empty'}; it takes the 40 digits of a commit of "
+        f"{repository}, so that every machine and every day serves the same. `git ls-remote {hub}/{repository} HEAD` "
+        f"prints today's{f'; or {folder}' if what == 'model' else ''}"
+    )
+
+
 def effective(settings: Mapping[str, str], name: str) -> Any:
     """What a setting is, given or by default."""
     return getattr(Settings.from_sources(dict(settings), environ={}), name)
