@@ -13,7 +13,7 @@ from rank_processes import free_port
 from tfglm.errors import PortError, RankMismatch, RankNeverCame, RanksError
 from tfglm.ranks.bootstrap import differences, join, lead, listen
 from tfglm.ranks.control import Control, Timing
-from tfglm.ranks.messages import Frame, encode
+from tfglm.ranks.messages import PROTOCOL, Frame, encode
 
 FACTS = {
     "version": "1.0",
@@ -111,7 +111,7 @@ def test_three_ranks_meet_in_any_order_and_can_talk(meet: Callable[..., Meeting]
     controls = [meeting.results[rank] for rank in range(3)]
     controls[1].post("from 1", b"hello")
     assert controls[0].read("from 1", 5) == controls[2].read("from 1", 5) == b"hello"
-    controls[0].announce(1, "x", Frame("work", {"number": 1}))
+    controls[0].announce(1, "x", encode(Frame("work", {"number": 1})))
     assert controls[1].receive().facts == controls[2].receive().facts == {"number": 1}
     controls[0].close()
     assert controls[1].receive() is None and controls[2].receive() is None
@@ -165,7 +165,7 @@ def test_another_protocol(meet: Callable[..., Meeting]) -> None:
     with socket.create_connection(meeting.address) as sock:
         sock.sendall(encode(Frame("hello", {"protocol": 99, "rank": 1, "ranks": 2, "facts": {"code": "new"}})))
         answer = sock.recv(4096)
-    assert b"field 'protocol' is 1 on rank 0 and 99 on rank 1" in answer
+    assert f"field 'protocol' is {PROTOCOL} on rank 0 and 99 on rank 1".encode() in answer
     error = meeting.finish()[0]
     assert isinstance(error, RankMismatch) and "field 'protocol'" in error.message
 

@@ -169,7 +169,7 @@ def test_who_does_not_come_to_a_meeting_is_named(three: list[Control], monkeypat
 
 
 def test_a_rank_that_beats_but_does_not_finish(three: list[Control]) -> None:
-    three[0].announce(1, "forward", Frame("work", {"number": 1}))
+    three[0].announce(1, "forward", encode(Frame("work", {"number": 1})))
     three[1].receive()
     three[2].receive()
     three[1].done(1)
@@ -178,7 +178,7 @@ def test_a_rank_that_beats_but_does_not_finish(three: list[Control]) -> None:
 
 def test_finished_messages_are_not_held_against_anybody(three: list[Control]) -> None:
     for number in (1, 2, 3):
-        three[0].announce(number, "forward", Frame("work", {"number": number}))
+        three[0].announce(number, "forward", encode(Frame("work", {"number": number})))
         for control in three[1:]:
             assert control.receive().facts == {"number": number}
             control.done(number)
@@ -231,7 +231,7 @@ def test_a_follower_that_falls_far_behind_ends_all(three: list[Control], monkeyp
     monkeypatch.setattr("tfglm.ranks.control._MAX_WAITING", 10)
     with pytest.raises(RanksError):
         for number in range(1, 1000):
-            three[0].announce(number, "x", Frame("work", {"number": number}))
+            three[0].announce(number, "x", encode(Frame("work", {"number": number})))
             time.sleep(0.002)
     assert "is 11 messages behind rank 0" in failure_of(three[0]).message
 
@@ -244,7 +244,7 @@ def test_a_rank_that_takes_nothing_does_not_hold_the_sender(monkeypatch: pytest.
         with pytest.raises(RanksError, match=r"rank 1 \(this process\) cannot be reached"):
             for number in range(1, 100):
                 data = Array("x", "uint8", (1 << 20,), bytes(1 << 20))
-                peer.control.announce(number, "x", Frame("work", {"number": number}, (data,)))
+                peer.control.announce(number, "x", encode(Frame("work", {"number": number}, (data,))))
     finally:
         peer.close()
 
@@ -263,7 +263,7 @@ def test_a_failing_callback_keeps_nobody_from_ending(three: list[Control]) -> No
 
 
 def test_an_orderly_stop_is_no_error(three: list[Control]) -> None:
-    three[0].announce(1, "x", Frame("work", {"number": 1}))
+    three[0].announce(1, "x", encode(Frame("work", {"number": 1})))
     three[0].close()
     for control in three[1:]:
         assert control.receive().facts == {"number": 1}

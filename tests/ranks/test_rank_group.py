@@ -1,5 +1,6 @@
 """What a group of ranks computes, whatever carries it."""
 
+import json
 import threading
 from collections.abc import Callable
 
@@ -106,6 +107,24 @@ def test_followers_replay_what_rank_0_announces(groups: list[RankGroup]) -> None
             assert message.kind == "forward" and message.facts == MESSAGE.facts
             for name, tensor in MESSAGE.arrays.items():
                 assert message.arrays[name].dtype == tensor.dtype and torch.equal(message.arrays[name], tensor)
+
+
+def test_a_message_is_encoded_once(groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's chunk brings a hundred kilobytes, and every other rank waits for them: no rank encodes them again."""
+    encoded: list[str] = []
+    dumps = json.dumps
+
+    def counted(value: dict, **options: object) -> str:
+        encoded.append(value["kind"])
+        return dumps(value, **options)
+
+    monkeypatch.setattr("tfglm.ranks.messages.json.dumps", counted)
+    for number in (1, 2):
+        groups[0].announce(MESSAGE)
+        for group in groups[1:]:
+            received = group.receive()
+            assert received is not None and received.number == number
+    assert encoded.count("work") == 2
 
 
 def test_a_failing_handler_ends_all_ranks(groups: list[RankGroup]) -> None:

@@ -151,9 +151,8 @@ class Control:
             self._changed.wait_for(lambda: self._failure is not None, within_s)
             return self._failure
 
-    def announce(self, number: int, kind: str, frame: Frame) -> None:
-        """Rank 0: send a work frame to all others. number: 1, 2, 3, ...; kind: for the messages."""
-        data = encode(frame)
+    def announce(self, number: int, kind: str, data: bytes | bytearray) -> None:
+        """Rank 0: send an encoded work frame to all others. number: 1, 2, 3, ...; kind: for the messages."""
         self.check()
         with self._changed:
             self._announced.append((number, kind, time.monotonic()))

@@ -21,6 +21,7 @@ from tfglm.ranks.wire import Wire
 
 # A broken wire and a lost rank come together; the control knows which rank it was a moment later.
 _REASON_S = 2.0
+_CHECKSUM_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class RankGroup:
         self.rank = wire.rank
         self.ranks = wire.ranks
         self._number = 0
-        self._checksum = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
+        self._said = hashlib.blake2b(settings.encode(), digest_size=_CHECKSUM_BYTES)
         control.on_failure(lambda error: wire.abort(error.message))
 
     @property
@@ -61,10 +62,12 @@ class RankGroup:
         if self.rank != 0:
             raise RanksError(f"rank {self.rank} announces {message.kind!r}; only rank 0 may")
         facts = {"number": self._number + 1, "kind": message.kind, "facts": dict(message.facts)}
-        arrays = tuple(_array(name, tensor) for name, tensor in message.arrays.items())
-        checksum = self._chained(Frame("work", facts, arrays))
-        self._number, self._checksum = self._number + 1, checksum
-        self._control.announce(self._number, message.kind, Frame("work", {**facts, "checksum": checksum}, arrays))
+        arrays = [_array(name, tensor) for name, tensor in message.arrays.items()]
+        checksum = Array("checksum", "uint8", (_CHECKSUM_BYTES,), bytes(_CHECKSUM_BYTES))
+        data = encode(Frame("work", facts, (*arrays, checksum)))
+        data[-_CHECKSUM_BYTES:] = self._chained(data)
+        self._number += 1
+        self._control.announce(self._number, message.kind, data)
 
     def receive(self) -> Numbered | None:
         """A follower: the next message, checked; None when rank 0 has stopped. Raises RanksError, on all ranks, when
@@ -72,27 +75,28 @@ class RankGroup:
         frame = self._control.receive()
         if frame is None:
             return None
-        facts = dict(frame.facts)
-        theirs = facts.pop("checksum", None)
-        self._checksum = self._chained(Frame("work", facts, frame.arrays))
+        facts = frame.facts
+        theirs, mine = frame.received[-_CHECKSUM_BYTES:], self._chained(frame.received)
         self._number += 1
         number, kind = facts.get("number"), facts.get("kind")
         if number != self._number or not isinstance(kind, str):
             self._end(f"rank 0 sent message {number} ({kind}); rank {self.rank} is at message {self._number}")
-        if theirs != self._checksum:
+        if theirs != mine:
             self._end(
-                f"message {number} ({kind}) has checksum {theirs} on rank 0 and {self._checksum} on rank {self.rank}: "
-                "they have not been doing the same"
+                f"message {number} ({kind}) has checksum {theirs.hex()} on rank 0 and {mine.hex()} on rank "
+                f"{self.rank}: they have not been doing the same"
             )
-        arrays = {array.name: _tensor(array) for array in frame.arrays}
+        arrays = {array.name: _tensor(array) for array in frame.arrays[:-1]}
         return Numbered(self._number, Message(str(kind), facts["facts"], arrays))
 
     def done(self, number: int) -> None:
         """A follower: this message's work is finished."""
         self._control.done(number)
 
-    def _chained(self, frame: Frame) -> str:
-        return hashlib.blake2b(self._checksum.encode() + encode(frame), digest_size=8).hexdigest()
+    def _chained(self, data: bytes | bytearray) -> bytes:
+        """The checksum of all messages up to the one whose bytes these are; it is the last of them."""
+        self._said.update(memoryview(data)[:-_CHECKSUM_BYTES])
+        return self._said.digest()
 
     # -- tensors
 
@@ -153,7 +157,7 @@ def _array(name: str, tensor: torch.Tensor) -> Array:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         raise TypeError(f"array {name!r} of a message is {dtype}; it can be {', '.join(ITEM_BYTES)}")
-    return Array(name, dtype, tuple(tensor.shape), as_bytes(tensor.cpu()).numpy().tobytes())
+    return Array(name, dtype, tuple(tensor.shape), as_bytes(tensor.cpu()).numpy().data)
 
 
 def _tensor(array: Array) -> torch.Tensor:

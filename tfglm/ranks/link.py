@@ -43,7 +43,7 @@ class Link:
         """From now on, take frames up to these limits."""
         self._reader.limits = limits
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | bytearray) -> None:
         """Send a whole encoded frame, waiting for the other side to take it. Raises OSError when it is gone."""
         with self._sending:
             self._sock.sendall(data)

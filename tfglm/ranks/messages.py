@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Raised with every change of what the messages mean; ranks of different numbers refuse each other.
-PROTOCOL = 1
+PROTOCOL = 2
 
 _MAGIC = b"TFR1"
 _HEAD = struct.Struct(">4sIQ")
@@ -71,20 +71,21 @@ class Array:
 
 @dataclass(frozen=True)
 class Frame:
-    """One message: its kind, JSON values, arrays."""
+    """One message: its kind, JSON values, arrays; of one that was received, all of the bytes it came as."""
 
     kind: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     arrays: tuple[Array, ...] = ()
+    received: bytes = field(default=b"", compare=False, repr=False)
 
 
-def encode(frame: Frame) -> bytes:
+def encode(frame: Frame) -> bytearray:
     """The bytes of a frame. Equal frames give equal bytes: facts are sorted by name."""
     arrays = [[array.name, array.dtype, list(array.shape)] for array in frame.arrays]
     header = {"kind": frame.kind, "facts": dict(frame.facts), "arrays": arrays}
     head = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
     body = sum(len(array.data) for array in frame.arrays)
-    return b"".join([_HEAD.pack(_MAGIC, len(head), body), head, *(array.data for array in frame.arrays)])
+    return bytearray().join([_HEAD.pack(_MAGIC, len(head), body), head, *(array.data for array in frame.arrays)])
 
 
 class Reader:
@@ -100,7 +101,7 @@ class Reader:
         frames = []
         while (size := self._size()) is not None and len(self._buffer) >= size:
             _, header, _ = _HEAD.unpack_from(self._buffer)
-            frames.append(_decode(bytes(self._buffer[_HEAD.size : size]), header))
+            frames.append(_decode(bytes(memoryview(self._buffer)[:size]), header))
             del self._buffer[:size]
         return frames
 
@@ -118,23 +119,24 @@ class Reader:
 
 
 def _decode(data: bytes, header_bytes: int) -> Frame:
+    """Of a frame's bytes, of which its arrays become views."""
+    at = _HEAD.size + header_bytes
     try:
-        header = json.loads(data[:header_bytes])
+        header = json.loads(data[_HEAD.size : at])
         kind, facts = header["kind"], header["facts"]
         described = [(str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in header["arrays"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FrameError(f"a frame's header cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(kind, str) or not isinstance(facts, dict):
         raise FrameError(f"a frame's header must hold a kind and facts; it holds {kind!r} and {type(facts).__name__}")
-    arrays, at = [], header_bytes
+    arrays, body = [], memoryview(data)[at:]
+    at = 0
     for name, dtype, shape in described:
         if dtype not in ITEM_BYTES or any(n < 0 for n in shape):
             raise FrameError(f"array {name!r} of a frame {kind!r} is {dtype} {list(shape)}")
         size = ITEM_BYTES[dtype] * math.prod(shape)
-        arrays.append(Array(name, dtype, shape, data[at : at + size]))
+        arrays.append(Array(name, dtype, shape, body[at : at + size]))
         at += size
-    if at != len(data):
-        raise FrameError(
-            f"the arrays of a frame {kind!r} need {at - header_bytes} bytes; {len(data) - header_bytes} came"
-        )
-    return Frame(kind, facts, tuple(arrays))
+    if at != len(body):
+        raise FrameError(f"the arrays of a frame {kind!r} need {at} bytes; {len(body)} came")
+    return Frame(kind, facts, tuple(arrays), data)
