@@ -72,7 +72,8 @@ class Kept:
 class Drafter(Protocol):
     """A model that drafts. Holds a context a stream, which reads the stream's rows as they are committed.
 
-    One thread at a time. Whatever it raises turns drafting off and harms no reply.
+    One thread at a time. Whatever it raises turns drafting off and harms no reply. What all ranks do together of it is
+    taken in `ops.steps.Steps`, so that this holds for whichever rank fails.
     """
 
     @property

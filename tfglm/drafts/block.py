@@ -11,7 +11,7 @@ but its own is on all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from tfglm.drafts.block_files import HOST_TABLES, held_heads, held_part, page_ro
 from tfglm.models.split import Vocabulary
 from tfglm.ops.base import Ops
 from tfglm.ops.group import Alone
+from tfglm.ops.steps import Exchange, Steps
 
 Tensors = dict[str, torch.Tensor]
 Convolution = Callable[[torch.Tensor], torch.Tensor]
@@ -54,7 +55,9 @@ class BlockModel:
         hold: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.config = config
-        self.vocabulary = vocabulary or Vocabulary(Alone(), ((0, embed.shape[0]),))
+        given = vocabulary or Vocabulary(Alone(), ((0, embed.shape[0]),))
+        self.steps = Steps(given.group, config.kind, embed.device)
+        self.vocabulary = replace(given, group=self.steps)
         self._device = embed.device
         self._hold = hold
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -143,6 +146,14 @@ class BlockModel:
                 context.keys[layer, ring] = keys[start:stop].to(self._dtype)
                 context.values[layer, ring] = values[start:stop].to(self._dtype)
                 start = stop
+
+    def exchanges(self, streams: int) -> list[Exchange]:
+        """How the ranks meet in `fill` of so many contexts and the head after it."""
+        config = self.config
+        inside = Exchange(streams * config.block_size, config.hidden_size)  # the embedding, then two a layer
+        widths = tuple(stop - start for start, stop in self.vocabulary.shares)
+        logits = Exchange(streams * config.drafts, widths=widths, last=True)
+        return [*[inside] * (2 * config.num_hidden_layers), replace(inside, last=True), logits]
 
     def fill(self, asked: Sequence[tuple[BlockContext, int]]) -> torch.Tensor:
         """The blocks after each context's pending token: final-normed rows [streams, block, hidden]."""

@@ -20,7 +20,8 @@ from tfglm.models.glm53 import Glm53
 from tfglm.models.taps import Passed, Taps
 from tfglm.ops.base import Ops
 from tfglm.ops.exl3_weights import Weight
-from tfglm.ops.group import Fact, Message, together
+from tfglm.ops.group import Fact, Message
+from tfglm.ops.steps import Exchange
 
 
 @dataclass
@@ -46,7 +47,7 @@ class BlockDrafter(ABC):
         self.taps = Taps(layers=model.config.layers)
         self.planes = ()
         self._model = model
-        self._group = model.vocabulary.group
+        self._steps = model.steps
         self._head = head
         self._ops = ops
         self._candidates = candidates
@@ -82,7 +83,7 @@ class BlockDrafter(ABC):
             "parts": [number for part in parts for number in part],
             "closed": self._closed,
         }
-        with together(self._group, Message("block_extend", facts)):
+        with self._steps.lead(Message("block_extend", facts), tuple):
             self._closed = []
             self._keep(starts, saves)
             self._extend(parts, passed)
@@ -119,7 +120,8 @@ class BlockDrafter(ABC):
         numbers, pending = [ask.context.number for ask in asks], [ask.pending for ask in asks]
         for ask in asks:
             ask.context.asked = True
-        with together(self._group, Message("block_fill", {"numbers": numbers, "pending": pending})):
+        message = Message("block_fill", {"numbers": numbers, "pending": pending})
+        with self._steps.lead(message, lambda: self._model.exchanges(len(numbers))):
             used, logits = self._fill(numbers, pending)
         ids, values = best_candidates(logits, self._candidates)
         drafts = []
@@ -142,7 +144,11 @@ class BlockDrafter(ABC):
         def fill(message: Message) -> None:
             self._fill(message.integers("numbers"), message.integers("pending"))
 
-        return {"block_extend": extend, "block_fill": fill}
+        def meetings(message: Message) -> list[Exchange]:
+            return self._model.exchanges(len(message.integers("numbers")))
+
+        steps = self._steps
+        return {"block_extend": steps.follow(extend, lambda _: ()), "block_fill": steps.follow(fill, meetings)}
 
     # ---- all ranks
 

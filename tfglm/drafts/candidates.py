@@ -11,7 +11,12 @@ CANDIDATES = 64
 
 def best_candidates(logits: torch.Tensor, count: int = CANDIDATES) -> tuple[np.ndarray, np.ndarray]:
     """The best `count` of each row of [R, vocab]: ids int64 [R, n], ascending in each row, and their values [R, n] in
-    the dtype of the logits."""
+    the dtype of the logits. Raises ValueError for logits that are not numbers, see tfglm.ops.steps."""
     ids = logits.topk(min(count, logits.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
     values = logits.gather(1, ids)  # launched before the first copy waits
-    return ids.cpu().numpy(), values.cpu().numpy()
+    found = ids.cpu().numpy(), values.cpu().numpy()
+    if np.isnan(found[1]).any():
+        raise ValueError(
+            "its logits are not numbers: another rank failed at them, as its log says, or its weights are bad"
+        )
+    return found

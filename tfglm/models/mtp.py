@@ -25,6 +25,7 @@ from tfglm.models.weights import ModelWeights, load_layer
 from tfglm.models.window import LaidOut, Rows, appended
 from tfglm.ops.base import Selection
 from tfglm.ops.exl3_weights import Weight
+from tfglm.ops.steps import Exchange, Steps
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Mtp:
         self.cache = self._new_cache(model, kv)
         self._pool = model.cache.pool
         self._ops = model.ops
-        self._vocabulary = model.vocabulary
+        self.steps = Steps(model.group, "mtp", model.weights.embed.device)
+        self._vocabulary = dataclasses.replace(model.vocabulary, group=self.steps)
         self._dealt = model.dealt
         self._frequencies = model.frequencies
         [layer] = weights.layer.layers
@@ -113,6 +115,16 @@ class Mtp:
     def _forward(self, window: Sequence[Rows], hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         with appended(window, self._pool, self.config) as rows:
             return self.layer(rows, hidden, before)
+
+    def exchanges(self, rows: int, wanted: int) -> list[Exchange] | None:
+        """How the ranks meet in `layer` for so many rows. None where the caches are dealt out: what is exchanged there
+        hangs on the lengths of the streams."""
+        if self._dealt:
+            return None
+        summed = Exchange(rows, self.config.hidden_size)  # embedding, attention, experts
+        widths = tuple(stop - start for start, stop in self._vocabulary.shares)
+        logits = [Exchange(wanted, widths=widths, last=True)] if wanted else []
+        return [summed, summed, dataclasses.replace(summed, last=True), *logits]
 
     def layer(self, rows: LaidOut, hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         """Rows that are laid out through the layer, on every rank at the same time. before: what they attend to besides

@@ -17,6 +17,7 @@ from tfglm.models.mtp import Mtp, MtpStep, MtpWeights, alone, load_mtp
 from tfglm.models.source import Source
 from tfglm.models.window import LaidOut, Rows, appended
 from tfglm.ops.base import Selection
+from tfglm.ops.steps import Exchange
 
 
 def load_mtp_cuda(model: CudaGlm53, source: Source) -> CudaMtp:
@@ -58,6 +59,10 @@ class CudaMtp(Mtp):
             return step
         selection = Selection(step.selection.slots[wanted], step.selection.counts[wanted])
         return MtpStep(step.logits[wanted], step.rows[wanted], selection)
+
+    def exchanges(self, rows: int, wanted: int) -> list[Exchange] | None:
+        """None with graphs, whose meetings nobody counts."""
+        return None if self._model.graphs is not None else super().exchanges(rows, wanted)
 
     @torch.inference_mode()
     def prepare(self, rows: int, window: int) -> None:

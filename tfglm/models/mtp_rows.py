@@ -12,7 +12,8 @@ from tfglm.models.glm53 import Glm53
 from tfglm.models.mtp import Mtp, MtpStep
 from tfglm.models.window import LaidOut, Rows, appended, from_message, to_message
 from tfglm.ops.base import Selection
-from tfglm.ops.group import Fact, Message, together
+from tfglm.ops.group import Fact, Message
+from tfglm.ops.steps import Exchange
 
 Part = tuple[int, int, int]
 """A stream's number, and (start, stop) of its rows in the last window of the trunk."""
@@ -25,7 +26,7 @@ class MtpRows:
     def __init__(self, model: Glm53, mtp: Mtp) -> None:
         self._model = model
         self._mtp = mtp
-        self._group = model.group
+        self._steps = mtp.steps
         self._waiting: dict[int, list[torch.Tensor]] = {}
         self._step: MtpStep | None = None
         self._forgotten: list[int] = []
@@ -36,21 +37,26 @@ class MtpRows:
         """Rows of the trunk's last window that were committed wait for their next tokens. normed [R, hidden]: what it
         tapped."""
         numbers = [number for part in parts for number in part]
-        with together(self._group, Message("mtp_keep", {"parts": numbers, "forgotten": self._forgotten})):
+        with self._steps.lead(Message("mtp_keep", {"parts": numbers, "forgotten": self._forgotten}), tuple):
             self._keep(parts, normed)
 
     def absorb(self, window: Sequence[Rows], numbers: Sequence[int], *, leave: int = 0) -> MtpStep:
         """The waiting rows of the streams `numbers` but for the last `leave` of each, through the layer. window: of
         each stream the tokens that follow those rows."""
         facts: dict[str, Fact] = {"numbers": list(numbers), "leave": leave}
-        with self._laid_out(window) as rows, together(self._group, to_message("mtp_absorb", rows, facts)):
+        with self._laid_out(window) as rows, self._led("mtp_absorb", rows, facts):
             return self._absorb(rows, numbers, leave)
 
     def chain(self, window: Sequence[Rows], rows: Sequence[int]) -> MtpStep:
         """One more row of those streams of the last step that go on: `rows` of it."""
         facts = {"rows": list(rows)}
-        with self._laid_out(window) as laid_out, together(self._group, to_message("mtp_chain", laid_out, facts)):
+        with self._laid_out(window) as laid_out, self._led("mtp_chain", laid_out, facts):
             return self._chain(laid_out, rows)
+
+    def _led(self, kind: str, rows: LaidOut, facts: Mapping[str, Fact]) -> AbstractContextManager[None]:
+        return self._steps.lead(
+            to_message(kind, rows, facts), lambda: self._mtp.exchanges(len(rows.tokens), len(rows.wanted))
+        )
 
     def _laid_out(self, window: Sequence[Rows]) -> AbstractContextManager[LaidOut]:
         return appended(window, self._model.cache.pool, self._mtp.config)
@@ -64,7 +70,16 @@ class MtpRows:
 
     def handlers(self) -> Mapping[str, Callable[[Message], None]]:
         """By the kind of message that announces it: this rank's part of a step."""
-        return {"mtp_keep": self._follow_keep, "mtp_absorb": self._follow_absorb, "mtp_chain": self._follow_chain}
+
+        def meetings(message: Message) -> list[Exchange] | None:
+            return self._mtp.exchanges(len(message.arrays["tokens"]), len(message.arrays["wanted"]))
+
+        follow = self._steps.follow
+        return {
+            "mtp_keep": follow(self._follow_keep, lambda _: ()),
+            "mtp_absorb": follow(self._follow_absorb, meetings),
+            "mtp_chain": follow(self._follow_chain, meetings),
+        }
 
     @torch.inference_mode()
     def _follow_keep(self, message: Message) -> None:
