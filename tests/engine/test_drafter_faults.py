@@ -19,7 +19,8 @@ from threaded_ranks import ThreadGroup, spread
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.drafts.block import BlockModel
-from tfglm.drafts.choose import load_drafter
+from tfglm.drafts.choose import load_drafter, sound_costs
+from tfglm.drafts.costs import PROMPT
 from tfglm.drafts.policy import Policy
 from tfglm.drafts.speculator import Speculator
 from tfglm.engine.drafting import Drafting
@@ -61,15 +62,15 @@ def served(tiny: Checkpoint, kind: str, settings: Settings, cp: bool = False) ->
     return outcomes, engine, drafting
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int], meeting: int) -> None:
-    """Have these ranks fail on their way to the given meeting of every step that has it, after SOUND of them."""
+def fail_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int], meeting: int, sound: int = SOUND) -> None:
+    """Have these ranks fail on their way to the given meeting of every step that has it, after `sound` of them."""
     steps: dict[int, int] = {}
 
     def failing(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(self: Steps, *args: Any) -> torch.Tensor:
             if self._met == meeting and self.rank in ranks:
                 steps[self.rank] = steps.get(self.rank, 0) + 1
-                if steps[self.rank] > SOUND:
+                if steps[self.rank] > sound:
                     raise RuntimeError(f"rank {self.rank} fell over")
             return own(self, *args)
 
@@ -139,6 +140,22 @@ def test_a_failure_where_nobody_waits_ends_drafting_alone(
     with caplog.at_level(logging.WARNING):
         outcome = served(tiny, kind, settings)
     check_off(outcome, serial, [record.getMessage() for record in caplog.records], int(rank > 0))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_drafter_that_fails_while_it_is_timed_is_started_without(
+    rank: int, tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_at(monkeypatch, (rank,), 2, sound=3)
+    with flat_models(tiny, "mtp", Settings(), cp=False) as model:
+        drafter, free = load_drafter("mtp", tiny, model, Settings()), model.tokens_free
+        with caplog.at_level(logging.WARNING):
+            left, costs = sound_costs(model, drafter, list(range(PROMPT + 20)))
+        assert left is None
+        assert len(costs.verify_ms) == 16 and costs.first_ms == costs.next_ms == 0
+        assert model.tokens_free == free
+    own = [record.getMessage() for record in caplog.records if "starts without it" in record.getMessage()]
+    assert len(own) == 1 and own[0].startswith("W_DRAFTER: mtp failed at its first drafts")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])

@@ -16,7 +16,7 @@ from tfglm.checkpoint.config import GenerationDefaults
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.cli.session import Session
 from tfglm.drafts.base import Drafter
-from tfglm.drafts.choose import load_drafter, measured_costs, prepare
+from tfglm.drafts.choose import load_drafter, prepare, sound_costs
 from tfglm.drafts.copy import CopyCorpus
 from tfglm.drafts.costs import TEXT, Costs
 from tfglm.drafts.kind import drafter_kind
@@ -71,7 +71,7 @@ def load(checkpoint: Checkpoint, settings: Settings, session: Session) -> Served
     states = prompt_states(path, model, plan.kept_pages, settings, drafter.planes if drafter else ())
     if session.leader:
         session.leader.loaded()
-    drafting = _drafting(kind, drafter, model, tokenizer, settings, _learned(kind, path, settings))
+    drafting = _drafting(drafter, model, tokenizer, settings, _learned(kind, path, settings))
     session.engine = engine = Engine(model, tokenizer, settings, eos, drafting, states)
     engine.start()
     return Served(engine, tokenizer, template, ModelInfo(name, plan.context, defaults))
@@ -145,7 +145,6 @@ def _learned(kind: str, checkpoint: Path, settings: Settings) -> Learned:
 
 
 def _drafting(
-    kind: str,
     drafter: Drafter | None,
     model: glm53.Glm53,
     tokenizer: Tokenizer,
@@ -163,10 +162,10 @@ def _drafting(
         model.prepare(settings.parallel, settings.context, Taps())
         return None
     prepare(model, drafter, settings.context)
-    costs = measured_costs(model, drafter, tokenizer.encode(TEXT))
+    drafter, costs = sound_costs(model, drafter, tokenizer.encode(TEXT))
     log.info(
         "drafts: %s%s; a window of 1 row takes %.1f ms, of %d rows %.1f ms; a draft %.1f ms and %.1f ms a token more",
-        kind,
+        drafter.name if drafter else "none",
         " and copies" if settings.copy else "",
         costs.verify_ms[0],
         len(costs.verify_ms),

@@ -23,6 +23,7 @@ from tfglm.drafts.dspark import DSparkDrafter
 from tfglm.drafts.kind import DFLASH2_LICENCE, block_config, kept_pages
 from tfglm.drafts.mtp import MtpDrafter
 from tfglm.drafts.policy import WINDOW_ROWS
+from tfglm.errors import RanksError
 from tfglm.models.glm53 import Glm53
 from tfglm.models.mtp import Mtp, load_mtp
 from tfglm.models.source import CheckpointSource
@@ -79,6 +80,25 @@ def prepare(model: Glm53, drafter: Drafter | None, window: int) -> None:
         drafter.prepare(WINDOW_ROWS, window)
 
 
+def sound_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -> tuple[Drafter | None, Costs]:
+    """The drafter and what rounds with it cost; None, and what they cost without, if it fails at its first drafts."""
+    try:
+        return drafter, measured_costs(model, drafter, text)
+    except RanksError:
+        raise
+    except Exception as error:
+        if drafter is None:
+            raise
+        log.warning(
+            "W_DRAFTER: %s failed at its first drafts (%s: %s); the server starts without it",
+            drafter.name,
+            type(error).__name__,
+            error,
+            exc_info=True,
+        )
+        return None, measured_costs(model, None, text)
+
+
 def measured_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -> Costs:
     """Time windows of 1 to WINDOW_ROWS rows, and the drafter, after the beginning of a text. Seconds at most."""
     text = enough(text, PROMPT + WINDOW_ROWS)
@@ -101,14 +121,16 @@ def measured_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -
         def propose(room: int) -> float:
             """Milliseconds of the first proposal after the prompt."""
             own = model.open_stream()
-            context = drafter.open(own)
-            passed = model.forward_tapped([Rows(own, text[:PROMPT], 0)], drafter.taps)
-            drafter.read([Kept(context, text[:PROMPT], 0)], passed)
-            start = time.perf_counter()
-            drafter.propose([Ask(context, text[PROMPT], room, _first, lambda confidence: True, sampled=False)])
-            elapsed = time.perf_counter() - start
-            drafter.close(context)
-            own.close()
+            try:
+                context = drafter.open(own)
+                passed = model.forward_tapped([Rows(own, text[:PROMPT], 0)], drafter.taps)
+                drafter.read([Kept(context, text[:PROMPT], 0)], passed)
+                start = time.perf_counter()
+                drafter.propose([Ask(context, text[PROMPT], room, _first, lambda confidence: True, sampled=False)])
+                elapsed = time.perf_counter() - start
+                drafter.close(context)
+            finally:
+                own.close()
             return elapsed * 1000
 
         steps = min(3, drafter.most)
