@@ -160,7 +160,7 @@ def small() -> Iterator[dict[str, object]]:
     for rows in (1, 16, 2048):
         x, branch = (torch.randn(rows, 6144, device=DEVICE).bfloat16() for _ in range(2))
         total, out = empty((rows, 6144), torch.bfloat16), empty((rows, 6144), torch.bfloat16)
-        us = median_us([lambda a=(x, branch, None, weight, 1e-5, total, out): cuda_rows.add_rms_norm(*a)] * 20)
+        us = median_us([lambda a=(x, branch, weight, 1e-5, total, out): cuda_rows.add_rms_norm(*a)] * 20)
         yield row(f"add_rms_norm R={rows}", us, 4 * x.nbytes)
         a = torch.randn(rows, 2624, device=DEVICE).bfloat16()
         rope = Rope(*(torch.randn(rows, 32, device=DEVICE) for _ in range(2)))

@@ -94,11 +94,10 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// sum [R, width] = x + branch, and out = rms_norm(sum). branch is bfloat16, or float32 to be rounded first; a second float32 or
-// bfloat16 part may be added to it before. sum may be x. A thread has eight values: block = width / 8 rounded up to warps, at most 768.
+// sum [R, width] = x + branch, and out = rms_norm(sum). branch is bfloat16, or float32 to be rounded first. sum may be x. A thread has eight values: block = width / 8 rounded up to warps, at most 768.
 extern "C" __global__ void __launch_bounds__(768, 2)
-    add_rms_norm(const u16* x, const void* branch, int branch_is_float, const void* more, int more_is_float, const float* weight,
-                 u16* sum, u16* out, int width, float eps) {
+    add_rms_norm(const u16* x, const void* branch, int branch_is_float, const float* weight, u16* sum, u16* out, int width,
+                 float eps) {
     grid_release();
     const int i = threadIdx.x * 8;
     const bool inside = i < width;
@@ -107,21 +106,14 @@ extern "C" __global__ void __launch_bounds__(768, 2)
         const float4 low = *reinterpret_cast<const float4*>(p), high = *reinterpret_cast<const float4*>(p + 4);
         return Eight{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     };
-    const auto part = [&](const void* p, int is_float) {
-        return is_float ? eight_floats(static_cast<const float*>(p) + base) : load_eight(static_cast<const u16*>(p) + base);
-    };
     Eight gain = {}, e = {};
     if (inside) gain = eight_floats(weight + i);
     grid_wait();
     float square = 0.0f;
     if (inside) {
         e = load_eight(x + base);
-        Eight b = part(branch, branch_is_float);
-        if (more != nullptr) {
-            const Eight m = part(more, more_is_float);
-#pragma unroll
-            for (int j = 0; j < 8; j++) b.v[j] += m.v[j];
-        }
+        const Eight b =
+            branch_is_float ? eight_floats(static_cast<const float*>(branch) + base) : load_eight(static_cast<const u16*>(branch) + base);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             e.v[j] = bf16_round(e.v[j] + bf16_round(b.v[j]));

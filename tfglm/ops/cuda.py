@@ -119,7 +119,7 @@ class CudaOps:
         total, out = torch.empty_like(x), torch.empty_like(x)
         if not x.shape[0]:  # a prompt chunk of which no logits are wanted
             return total, out
-        return cuda_rows.add_rms_norm(x, branch, None, weight, eps, total, out)
+        return cuda_rows.add_rms_norm(x, branch, weight, eps, total, out)
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return cuda_rows.swiglu(gate_up, self._empty((gate_up.shape[0], gate_up.shape[1] // 2)))

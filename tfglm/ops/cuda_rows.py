@@ -50,15 +50,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
 
 def add_rms_norm(
-    x: torch.Tensor, branch: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, eps: float,
-    total: torch.Tensor, out: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """total = x + bf16(branch + more), which may be x itself, and out its norm. Branches are bfloat16 or float32."""
+    x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, eps: float, total: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """total = x + bf16(branch), which may be x itself, and out its norm. branch is bfloat16 or float32."""
     width = x.shape[1]
     assert width <= _WIDEST_NORM and width % 8 == 0, f"rows of {width} values; the kernel takes 8 a thread of 768"
-    parts = (branch, _is_float(branch), more, _is_float(more))
+    part = (branch, int(branch.dtype == torch.float32))
     threads = -(-width // 256) * 32
-    _kernel("add_rms_norm")((x.shape[0],), threads, (x, *parts, weight, total, out, width, eps))
+    _kernel("add_rms_norm")((x.shape[0],), threads, (x, *part, weight, total, out, width, eps))
     return total, out
 
 
@@ -75,7 +74,3 @@ def combine(slots: torch.Tensor, weights: torch.Tensor, last: torch.Tensor | Non
     grid = (rows, -(-width // (4 * _THREADS)))
     _kernel("combine")(grid, _THREADS, (slots, weights, last, out, weights.shape[1], width))
     return out
-
-
-def _is_float(part: torch.Tensor | None) -> int:
-    return int(part is not None and part.dtype == torch.float32)
