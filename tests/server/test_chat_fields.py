@@ -12,7 +12,7 @@ from tfglm.engine.api import ContextLengthError, NotServingError, QueueFullError
 USER = {"role": "user", "content": "hi"}
 
 
-def calling(arguments: str) -> dict[str, Any]:
+def calling(arguments: Any) -> dict[str, Any]:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [call]}
 
@@ -35,8 +35,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages[0].tool_calls[0].function"),
-    ({"messages": [USER, calling("[")]}, "messages[1].tool_calls[0].function.arguments"),
-    ({"messages": [USER, calling("[]")]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [USER, calling(5)]}, "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [USER, calling([{}])]}, "messages[1].tool_calls[0].function.arguments"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": "x"}]}, "messages[1].tool_calls"),
     ({"messages": [USER, {"role": "assistant", "reasoning_content": 3}]}, "messages[1].reasoning_content"),
     ({"messages": [USER, {"role": "assistant", "function_call": {}}]}, "messages[1].function_call"),
@@ -93,6 +93,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": 1}, "stream_options"),
     ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
     ({"response_format": {}}, "response_format.type"),
     ({"guided_json": {"type": "object"}}, "guided_json"),
     ({"functions": [{"name": "f"}]}, "functions"),

@@ -109,10 +109,17 @@ def test_null_content_is_empty_text_for_every_template(role):
     assert normalise_messages([{"role": role, "content": None}])[0]["content"] == ""
 
 
-@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
+@pytest.mark.parametrize("arguments", [None, "", "{}", {}, "null"])
 def test_calls_without_arguments(prompt, arguments):
     call = {"id": "c", "function": {"name": "now", "arguments": arguments}}
     assert "<think></think><tool_call>now</tool_call>" in prompt([user("x"), assistant(None, tool_calls=[call])]).text
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Pa', "[]", "7", "[" * 100_000, "x</arg_key>"])
+def test_arguments_that_are_no_object_are_read_as_they_are(prompt, arguments):
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    text = prompt([user("x"), assistant(None, tool_calls=[call])]).text
+    assert f"<tool_call>f<arg_key>arguments</arg_key><arg_value>{arguments}</arg_value></tool_call>" in text
 
 
 def test_argument_values_as_json_but_strings_as_they_are(prompt):

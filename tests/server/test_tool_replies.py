@@ -223,11 +223,26 @@ async def test_a_conversation_goes_on_with_the_results(make_api, tokenizer):
     assert prompt.startswith(tokenizer.decode(api.engine.requests[0].prompt).removesuffix("<|assistant|><think>"))
 
 
-async def test_a_call_that_was_cut_off_cannot_be_sent_back(make_api, tokenizer):
-    api = await make_api(script(tokenizer, WEATHER[:70], "length"))
+async def test_a_call_that_was_cut_off_is_sent_back_as_it_came(make_api, tokenizer):
+    """An agent answers it with its parser's error, and the model sees what it wrote."""
+    api = await make_api(script(tokenizer, NOW + WEATHER[:70], "length"))
     _, reply = await api.chat(tools=TOOLS)
-    status, body = await api.chat(messages=[{"role": "user", "content": "hi"}, reply["choices"][0]["message"]])
-    assert (status, body["error"]["param"]) == (400, "messages[1].tool_calls[0].function.arguments")
+    message = reply["choices"][0]["message"]
+    whole, cut = message["tool_calls"]
+    text = cut["function"]["arguments"]
+    with pytest.raises(ValueError, match="Unterminated"):
+        json.loads(text)
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": said}
+        for call, said in ((whole, "noon"), (cut, "no valid JSON"))
+    ]
+    status, _ = await api.chat(messages=[{"role": "user", "content": "hi"}, message, *results])
+    assert status == 200
+    assert tokenizer.decode(api.engine.requests[1].prompt).endswith(
+        f"{NOW}<tool_call>get_weather<arg_key>arguments</arg_key><arg_value>{text}</arg_value></tool_call>"
+        "<|observation|><tool_response>noon</tool_response><tool_response>no valid JSON</tool_response>"
+        "<|assistant|><think>"
+    )
 
 
 # --- log-probabilities

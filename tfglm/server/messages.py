@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tfglm.server.errors import ApiError, invalid, unsupported
+from tfglm.server.errors import invalid, unsupported
 from tfglm.server.jsontext import kind_of, shown
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_TOOLS = 128
 MAX_MESSAGES = 20_000
 """Templates look back and forth between messages, so their time grows with the square of the number."""
+UNREADABLE = "arguments"
+"""The argument that holds the text of a call's arguments where that is not the JSON text of an object."""
 
 
 def normalise_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -130,18 +132,18 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """Templates need a mapping; the API carries its JSON text."""
+    """Templates need a mapping; the API carries its JSON text. Of a call that was cut off it is sent back as it came,
+    often with the client's complaint as its result: the model reads it as one argument."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, dict):
         return arguments
-    problem: ApiError = invalid(where, f"{where} must be the JSON text of an object")
     if not isinstance(arguments, str):
-        raise problem
+        raise invalid(where, f"{where} must be the JSON text of an object, not {kind_of(arguments)}")
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
-        raise problem from None
-    if not isinstance(parsed, dict):
-        raise problem
-    return parsed
+        parsed = arguments
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else {UNREADABLE: arguments}

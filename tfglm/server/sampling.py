@@ -32,8 +32,11 @@ def check_supported(body: ReplyFields) -> None:
     if body.n not in (None, 1):
         raise unsupported("n", f"n is {body.n}; this server makes one reply a request, send the request {body.n} times")
     if body.response_format is not None and body.response_format.type != "text":
-        kind = body.response_format.type
-        raise unsupported("response_format", f"response_format {shown(kind)} is not supported yet; only 'text' is")
+        kind = shown(body.response_format.type)
+        raise unsupported(
+            "response_format",
+            f"response_format {kind} cannot be enforced yet; use 'text' and say in a message what JSON is wanted",
+        )
 
 
 def sampling_params(body: ReplyFields, defaults: GenerationDefaults, vocab_size: int) -> SamplingParams:
