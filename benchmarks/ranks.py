@@ -124,6 +124,7 @@ def one_rank(args: argparse.Namespace) -> None:
         model = load_model(checkpoint, **common, group=leader.open(CACHE, 0))
         leader.loaded()
         print(json.dumps(measured(model, args)), flush=True)
+        model.close()
         leader.close(idle=True)
 
 

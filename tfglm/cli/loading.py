@@ -65,7 +65,7 @@ def load(checkpoint: Checkpoint, settings: Settings, session: Session) -> Served
     session.watch_memory(round(settings.guard_gib * GIB), plan.floor)
     settings = dataclasses.replace(settings, context=plan.context)
     greeting(tokenizer, template, plan.context)  # a window too small for any chat is found before minutes of loading
-    model = _model(checkpoint, plan, settings, session.leader)
+    session.model = model = _model(checkpoint, plan, settings, session.leader)
     kind = drafter_kind(settings, checkpoint.config)
     drafter = load_drafter(kind, checkpoint, model, settings)
     states = prompt_states(path, model, plan.kept_pages, settings, drafter.planes if drafter else ())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tfglm.engine.engine import Engine
     from tfglm.engine.spread import Leader
     from tfglm.memory.guard import Guard, LowWater
+    from tfglm.models.glm53 import Glm53
 
 log = logging.getLogger("tfglm.serve")
 
@@ -45,6 +46,7 @@ class Session:
 
     others: OtherRanks | None
     leader: Leader | None = None
+    model: Glm53 | None = None
     engine: Engine | None = None
     guard: Guard | None = None
     serving: bool = False
@@ -76,6 +78,8 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         self.serving = False
         idle = self.engine is not None and self.engine.stop()
+        if self.model is not None and idle:
+            self.model.close()
         if self.leader is not None:
             self.leader.close(error, idle=idle)
         if self.others is not None:

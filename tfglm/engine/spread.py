@@ -200,6 +200,7 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
         guard.stop()
         if disk:
             disk.close()
+        model.close()
         group.close()
 
 

@@ -96,6 +96,9 @@ class Glm53:
         """Do now what the first decode windows of up to `rows` rows, in streams of up to `window` tokens, would wait
         for. Called before anything is read; there may be nothing to do."""
 
+    def close(self) -> None:
+        """Give back what the group's wire is part of, so that it can be closed. Nothing may run any more."""
+
     def open_stream(self) -> Stream:
         """An empty stream. Raises MemoryShortError when no page is free."""
         if not self.cache.pool.free:

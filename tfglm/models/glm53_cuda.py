@@ -156,6 +156,9 @@ class CudaGlm53(Glm53):
                 stream.truncate(0)
         stream.close()
 
+    def close(self) -> None:
+        self.graphs = None
+
     def on_device(self, rows: LaidOut) -> LaidOut:
         """A window as views of one copy on the device, whose operations are told how far it reaches."""
         self.ops.context, self.ops.prompt = pages_for(longest(rows)) * PAGE, rows.prompt

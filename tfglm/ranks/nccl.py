@@ -3,11 +3,12 @@
 Unlike the wires through host memory, `gather` returns before the data has come. After an abort NCCL's kernels end
 and what they leave is void: whoever reads a result on the host asks the control (`check`) after waiting for it.
 
-Not yet run with success: on two H200 it could not connect, through a store that has been replaced since.
+NCCL gives a communicator back only when no captured graph holds it any more, and waits for that without a limit.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from datetime import timedelta
 
@@ -18,6 +19,10 @@ from tfglm.errors import ConfigError, RanksError
 from tfglm.ranks.board import tcp_store
 from tfglm.ranks.control import Control
 from tfglm.ranks.staging import as_bytes
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0
 
 
 class NcclWire:
@@ -60,10 +65,17 @@ class NcclWire:
         return gathered.view(tensor.dtype).reshape(self.ranks, *tensor.shape)
 
     def abort(self, reason: str) -> None:
+        """NCCL's kernels end soon; the communicator is gone, in a thread of its own, once no captured graph that it is
+        part of is left."""
         with self._ending:
             if self._aborted is None:
                 self._aborted = reason
-                self._group.abort()
+                self._abort = threading.Thread(target=self._group.abort, name="nccl-abort", daemon=True)
+                self._abort.start()
 
     def close(self) -> None:
+        """Returns when the communicator is gone. Where graphs keep it, it ends with the process."""
         self.abort("the wire is closed")
+        self._abort.join(_CLOSE_S)
+        if self._abort.is_alive():
+            log.warning("NCCL is still in use after %g s: a captured graph was not given back", _CLOSE_S)
