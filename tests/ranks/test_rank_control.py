@@ -189,7 +189,7 @@ def test_finished_messages_are_not_held_against_anybody(three: list[Control]) ->
 def test_a_gather_all_have_come_to_must_end(three: list[Control]) -> None:
     for control in three:
         control.came(1000)
-    three[1].left()
+    three[1].left(1)
     message = failure_of(three[0]).message
     assert message.startswith("ranks 0, 2 still wait in gather 1 ")
     assert message.endswith("after all ranks have come to it: what carries it between them is broken")
@@ -202,7 +202,7 @@ def test_a_gather_that_one_has_not_come_to_may_last(three: list[Control]) -> Non
     three[0].check()
     three[2].came(1000)
     for control in three:
-        control.left()
+        control.left(1)
     time.sleep(3 * QUICK.gather_s)
     three[0].check()
 

@@ -92,6 +92,20 @@ def test_a_rank_that_beats_but_does_not_get_on(toys: Toys, wire: str, hurt: int)
             assert toy.error()["type"] == "RanksError"
 
 
+@pytest.mark.parametrize("wire", ["gloo", "shared"])
+@pytest.mark.parametrize("hurt", [0, 1])
+def test_a_rank_that_comes_to_a_gather_and_never_enters_it(toys: Toys, wire: str, hurt: int) -> None:
+    """Whatever hangs there, a library or a driver: all have come to it, by their beats, and it does not end."""
+    ranks = toys.start_ranks(3, wire=wire, phase="busy", absent={hurt: 60.0})
+    began = min(toy.wait_for("sum", 3)["at"] for toy in ranks)
+    took = {toy.rank: toy.wait_end(within_s=30) - began for toy in ranks}
+    record(took)
+    assert max(took.values()) < WITHIN_S, took
+    for toy in ranks:
+        if toy.rank != hurt:
+            assert "still wait in gather 4 " in toy.error()["message"], toy.story()
+
+
 def test_a_rank_started_with_another_settings_hash_is_found_at_the_first_message(toys: Toys) -> None:
     """The checksums begin with it, should the facts ever fail to say so."""
     port = free_port()

@@ -1,16 +1,20 @@
 """One rank without a model, as a process of its own: it sums what rank 0 tells it to, and says what happens to it.
 
 A plan: rank, ranks, port, host, source, facts, expected, wire, device, phase, stand ({rank: seconds}: so long in the
-fourth sum), load ({rank: seconds}: so long before it is ready), limit_s, lost_s, step_s, settings, network (the path of
-a network namespace). Phases: "busy" sums without end, "idle" sums three times and then waits, "done" sums three times
-and ends, "captured" does so in a CUDA graph, "storm" gathers thousands of times without a pause and checks every value.
+fourth sum), absent ({rank: seconds}: so long before it enters the gather of the fourth sum, which it has come to), load
+({rank: seconds}: so long before it is ready), limit_s, lost_s, step_s, settings, network (the path of a network
+namespace). Phases: "busy" sums without end, "idle" sums three times and then waits, "done" sums three times and ends,
+"captured" does so in a CUDA graph, "lagging" sums on a GPU that is late, "storm" gathers thousands of times without a
+pause and checks every value.
 """
 
 import ctypes
+import itertools
 import logging
 import os
 import random
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -54,6 +58,8 @@ def work(plan: dict, control: Control) -> None:
         torch.cuda.set_device(rank)
     end_process_on_failure(control)
     wire = open_wire(plan.get("wire", "gloo"), control, limit_s=plan.get("step_s", 300.0))
+    if rank in plan.get("absent", {}):
+        wire.gather = absent(wire.gather, plan["absent"][rank])
     group = RankGroup(wire, control, plan.get("settings", ""))
     time.sleep(plan.get("load", {}).get(rank, 0))
     group.meet("loading", 60.0)
@@ -68,6 +74,9 @@ def work(plan: dict, control: Control) -> None:
 
     if plan.get("phase") == "captured":
         captured(group)
+    elif plan.get("phase") == "lagging":
+        say("lagging", sum=lagging(group))
+        group.meet("the end", 60.0)
     elif plan.get("phase") == "storm":
         say("storm", wrong=storm(group))
         group.meet("the end", 60.0)
@@ -101,6 +110,17 @@ def storm(group: RankGroup) -> int:
     return wrong
 
 
+def absent(gather: Callable[[torch.Tensor], torch.Tensor], seconds: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    numbers = itertools.count(1)
+
+    def late(tensor: torch.Tensor) -> torch.Tensor:
+        if next(numbers) == 4:
+            time.sleep(seconds)
+        return gather(tensor)
+
+    return late
+
+
 def captured(group: RankGroup) -> None:
     x = torch.ones(2, 3, device="cuda")
     group.sum(x)
@@ -110,10 +130,20 @@ def captured(group: RankGroup) -> None:
         total = group.sum(x)
     for number in (1, 2, 3):
         x.fill_(float(number * (group.rank + 1)))
-        graph.replay()
+        group.replay(graph)
         torch.cuda.synchronize()
         say("sum", number=number, value=float(total.sum()))
     group.meet("the end", 60.0)
+
+
+def lagging(group: RankGroup) -> float:
+    """The sum of 60 sums, before each of which the last rank's device works for a tenth of a second."""
+    total = torch.zeros(1, device="cuda")
+    for _ in range(60):
+        if group.rank == group.ranks - 1:
+            torch.cuda._sleep(200_000_000)  # cycles, of some 2 GHz
+        total += group.sum(torch.full((1,), group.rank + 1.0, device="cuda"))
+    return float(total)
 
 
 def enter_network(path: str) -> None:

@@ -176,7 +176,7 @@ class CudaGlm53(Glm53):
             ready = self._captured(key, inputs.to(self.device), rows, context, taps)
         else:
             ready.inputs[0].copy_(inputs, non_blocking=True)
-        ready.graph.replay()
+        self.group.replay(ready.graph)
         passed: Passed = ready.result
         normed = None if passed.normed is None else passed.normed.clone()
         return Passed(passed.logits, normed, {layer: x.clone() for layer, x in passed.streams.items()})

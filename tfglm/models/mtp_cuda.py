@@ -90,7 +90,7 @@ class CudaMtp(Mtp):
         else:
             ready.inputs[0].copy_(inputs, non_blocking=True)
             ready.inputs[1].copy_(hidden)
-        ready.graph.replay()
+        self._model.group.replay(ready.graph)
         step: MtpStep = ready.result
         return step
 

@@ -68,6 +68,10 @@ class Group(Protocol):
         """Every rank's tensor, alike in shape and dtype: [ranks, ...]."""
         ...
 
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Run a captured graph, which sum, concat and gather may be a part of, on the current stream."""
+        ...
+
     def check(self) -> None:
         """Raise RanksError if the ranks have ended: what a wire of GPUs left on the device is void then, and only a
         host that has waited for it can tell."""
@@ -96,6 +100,9 @@ class Alone:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         return part[None]
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.replay()
 
     def check(self) -> None:
         """There is nobody to lose."""

@@ -142,6 +142,9 @@ class Steps:
         self._met += 1
         return parts
 
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._group.replay(graph)
+
     def check(self) -> None:
         self._group.check()
 

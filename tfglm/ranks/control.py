@@ -35,7 +35,7 @@ _SLOWEST_BYTES_S = 20e6  # a wire that carries less is no use to anybody
 class Timing:
     """Seconds. A rank is lost when nothing was heard of it for `lost_s`; it does not get on when it has not finished a
     message of rank 0 within `step_s`, however alive it is otherwise. A gather that every rank has come to is broken
-    when it is not over in `gather_s`, and the time its bytes may take."""
+    when none is over in `gather_s`, and the time its bytes may take."""
 
     beat_s: float = 1.0
     lost_s: float = 5.0
@@ -45,8 +45,8 @@ class Timing:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a rank is: the last message it has finished, the gathers it has come to and left, and the bytes that the
-    last of them brings it. This rank's own changes with every gather."""
+    """How far a rank is: the last message it has finished, the gathers it has come to, those of them that have brought
+    their data, and the bytes that the last of them brings. Between GPUs a rank comes to the next ones before that."""
 
     done: int = 0
     came: int = 0
@@ -85,7 +85,8 @@ class Control:
         self._announced: deque[tuple[int, str, float]] = deque()
         self._own = Progress()
         self._progress = {other: Progress() for other in self._links} | {rank: self._own}
-        self._all_came: tuple[int, float] = (0, 0.0)
+        self._inside: dict[int, tuple[int, float]] = {}
+        self._before_beats: list[Callable[[], None]] = []
         self._stopped = False
         self._closed = False
         self._over = False
@@ -174,14 +175,19 @@ class Control:
         """A follower: message `number` and all before it are finished. Rank 0 hears it with the next beat."""
         self._own.done = number
 
-    def came(self, size: int) -> None:
-        """This rank comes to its next gather, of `size` bytes in all."""
+    def came(self, size: int) -> int:
+        """This rank comes to its next gather, of `size` bytes in all; the gather's number."""
         self._own.bytes = size
         self._own.came += 1
+        return self._own.came
 
-    def left(self) -> None:
-        """This rank has left it, with everybody's part."""
-        self._own.left = self._own.came
+    def left(self, gather: int) -> None:
+        """This rank has everybody's part of a gather and of those before it."""
+        self._own.left = gather
+
+    def before_beats(self, call: Callable[[], None]) -> None:
+        """Have `call` run in the thread of this object each time before it tells the others how far this rank is."""
+        self._before_beats.append(call)
 
     def post(self, key: str, value: bytes) -> None:
         """Put a value where every rank can read it."""
@@ -266,6 +272,8 @@ class Control:
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + self.timing.beat_s
+                    for call in self._before_beats:
+                        call()
                     for link in self._links.values():
                         link.beat(asdict(self._own))
                     self._look(now)
@@ -347,21 +355,24 @@ class Control:
         self.fail(RanksError(f"rank {rank} is alive, but {what}"))
 
     def _look_at_gathers(self, now: float) -> None:
-        """Are all ranks in one gather, all alive, and does it not end? Then it is the wire that is broken, say a cable
-        between two followers, which no beat runs over."""
+        """Is a rank in a gather that all have come to, all alive, and does it not end? Then it is the wire that is
+        broken, say a cable between two followers, which no beat runs over."""
         progress = self._progress
-        gather = min(one.came for one in progress.values())
-        if gather > self._all_came[0]:
-            self._all_came = (gather, now)
-        inside = [rank for rank, one in progress.items() if one.left < gather]
-        if not inside:
-            return
+        came = min(one.came for one in progress.values())
         if any(now - link.heard > 2.5 * self.timing.beat_s for link in self._links.values()):
-            self._all_came = (gather, now)  # a rank stands still; once it is heard again it has its time to go on
+            self._inside = {}  # a rank stands still; once it is heard again it has its time to go on
             return
-        waited = now - self._all_came[1]
-        if waited > self.timing.gather_s + max(one.bytes for one in progress.values()) / _SLOWEST_BYTES_S:
-            names = ", ".join(str(rank) for rank in sorted(inside))
+        inside = {}
+        for rank, one in progress.items():
+            if one.left < came:
+                before, since = self._inside.get(rank, (-1, now))
+                inside[rank] = (one.left, since if one.left == before else now)
+        self._inside = inside
+        limit = self.timing.gather_s + max(one.bytes for one in progress.values()) / _SLOWEST_BYTES_S
+        late = {rank: (left, now - since) for rank, (left, since) in inside.items() if now - since > limit}
+        if late:
+            gather, waited = min(left for left, _ in late.values()) + 1, max(waited for _, waited in late.values())
+            names = ", ".join(str(rank) for rank in sorted(late))
             what = f"still wait in gather {gather} {waited:.1f} s after all ranks have come to it"
             self.fail(RanksError(f"ranks {names} {what}: what carries it between them is broken"))
 

@@ -33,6 +33,7 @@ class GlooWire:
     """
 
     capturable = False
+    arrivals = None
 
     def __init__(self, control: Control, host: str = "", limit_s: float = 300.0) -> None:
         self.rank = control.rank

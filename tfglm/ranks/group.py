@@ -45,7 +45,10 @@ class RankGroup:
         self.ranks = wire.ranks
         self._number = 0
         self._said = hashlib.blake2b(settings.encode(), digest_size=_CHECKSUM_BYTES)
+        self._arrivals = arrivals = wire.arrivals
         control.on_failure(lambda error: wire.abort(error.message))
+        if arrivals is not None:
+            control.before_beats(lambda: control.left(arrivals.last()))
 
     @property
     def capturable(self) -> bool:
@@ -116,16 +119,34 @@ class RankGroup:
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """[ranks, *shape]. Raises RanksError, naming what ended the ranks."""
-        self._control.came(self.ranks * part.numel() * part.element_size())
+        if part.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self._gathered(part)  # `replay` comes to it
+        number = self._control.came(self.ranks * part.numel() * part.element_size())
+        gathered = self._gathered(part)
+        self._launched(number)
+        return gathered
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Run a captured graph, whose gathers count as one."""
+        number = self._control.came(0)
+        graph.replay()
+        self._launched(number)
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
         try:
-            gathered = self._wire.gather(part)
-            self._control.left()
-            return gathered
+            return self._wire.gather(part)
         except RanksError as error:
             self._control.failure(_REASON_S)
             self._control.fail(error)
             self._control.check()
             raise
+
+    def _launched(self, gather: int) -> None:
+        """Who waits for the data has it by now; otherwise the device says when it has come."""
+        if self._arrivals is None:
+            self._control.left(gather)
+        else:
+            self._arrivals.launched(gather)
 
     # -- the end
 

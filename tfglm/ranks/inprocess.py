@@ -27,6 +27,7 @@ class InProcessWire:
     """One thread's end. Make them with `in_process_wires`."""
 
     capturable = False
+    arrivals = None
 
     def __init__(self, table: _Table, rank: int, limit_s: float) -> None:
         self._table = table

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tfglm.errors import ConfigError, RanksError
+from tfglm.ranks.arrivals import Arrivals
 from tfglm.ranks.board import tcp_store
 from tfglm.ranks.control import Control
 from tfglm.ranks.staging import as_bytes
@@ -38,6 +39,7 @@ class NcclWire:
             raise ConfigError("the wire nccl needs an NVIDIA GPU and a CUDA build of torch; gloo and shared do not")
         self.rank = control.rank
         self.ranks = control.ranks
+        self.arrivals = Arrivals(_Mark)
         self._aborted: str | None = None
         self._ending = threading.Lock()
         options = dist.ProcessGroupNCCL.Options()
@@ -79,3 +81,19 @@ class NcclWire:
         self._abort.join(_CLOSE_S)
         if self._abort.is_alive():
             log.warning("NCCL is still in use after %g s: a captured graph was not given back", _CLOSE_S)
+
+
+class _Mark:
+    """An event on the current stream of the current device; asked for by a thread that has no device of its own, which
+    would open one on the first GPU."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record()
+
+    def query(self) -> bool:
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())

@@ -58,6 +58,7 @@ class SharedWire:
     """
 
     capturable = False
+    arrivals = None
 
     def __init__(self, control: Control, limit_s: float = 300.0, place_bytes: int = _PLACE_BYTES) -> None:
         self.rank = control.rank

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from tfglm.ranks.arrivals import Arrivals
+
 
 class Wire(Protocol):
     """One rank's end of what connects all ranks. `gather` is called from one thread, `abort` and `close` from any."""
@@ -19,6 +21,12 @@ class Wire(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether `gather` may be part of a captured CUDA graph."""
+        ...
+
+    @property
+    def arrivals(self) -> Arrivals | None:
+        """Of a wire whose `gather` returns before the data has come, so that the device waits for it and the host does
+        not: where whoever uses it marks its gathers."""
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
