@@ -10,9 +10,9 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tfglm.memory import info
-real = info.read_memory
-info.read_memory = lambda sysroot: real(Path(sys.argv[1]))
-info.read_memory.__defaults__ = (Path("/"),)
+whole, available = info.read_memory, info.read_available
+info.read_memory = lambda sysroot=None: whole(Path(sys.argv[1]))
+info.read_available = lambda sysroot=None: available(Path(sys.argv[1]))
 from tfglm.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """

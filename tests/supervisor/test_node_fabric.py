@@ -92,6 +92,23 @@ def test_a_missing_interface_or_address_is_named(tmp_path: Path) -> None:
     assert found == "address 10.0.21.2 on enp1s0f1np1 (rail to rank 2)"
 
 
+def test_a_gid_that_is_where_it_was_is_not_looked_for_and_one_that_moved_is_found(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    gids: dict[str, int] = {}
+    table = root / "sys/class/infiniband/rocep1s0f0/ports/1/gids"
+    assert missing(node(), "10.77.0.11", root, here, gids) == ""
+    assert gids == {"10.0.20.2": 3, "10.0.21.2": 3}
+    write(table / "0", "0000:0000:0000:0000:0000:ffff:0a00:1402")
+    write(root / "sys/class/infiniband/rocep1s0f0/ports/1/gid_attrs/types/0", "RoCE v2")
+    assert missing(node(), "10.77.0.11", root, here, gids) == ""
+    assert gids["10.0.20.2"] == 3, "an earlier entry of the same kind is as good, and nobody looked"
+    write(table / "3", "fe80:0000:0000:0000:0000:0000:0000:0001")
+    assert missing(node(), "10.77.0.11", root, here, gids) == ""
+    assert gids["10.0.20.2"] == 0
+    write(table / "0", "fe80:0000:0000:0000:0000:0000:0000:0001")
+    assert missing(node(), "10.77.0.11", root, here, gids).startswith("a RoCE v2 GID for 10.0.20.2 on rocep1s0f0")
+
+
 def test_nccl_gets_one_gid_index_only_where_one_holds_for_all(tmp_path: Path) -> None:
     same = engine_environment(node(), resolve(node(), machine(tmp_path / "same")), 3)
     assert same["NCCL_IB_HCA"] == "rocep1s0f0,rocep1s0f1"

@@ -14,8 +14,8 @@ LITTLE_MEMORY = """
 import sys
 from pathlib import Path
 from tfglm.memory import info
-real = info.read_memory
-info.read_memory = lambda sysroot=None: real(Path(sys.argv[1]))
+real = info.read_available
+info.read_available = lambda sysroot=None: real(Path(sys.argv[1]))
 from tfglm.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """

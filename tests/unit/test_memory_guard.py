@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tfglm.memory.guard import GIB, Guard, LowWater
-from tfglm.memory.info import Memory, read_memory
+from tfglm.memory.info import read_available
 
 
 class Machine:
@@ -77,13 +77,13 @@ def test_a_sample_that_fails_does_not_end_the_watch(machine: Machine, monkeypatc
     guard = Guard(2 * GIB, 4 * GIB, lambda low: acted.set(), sysroot=machine.path)
     failed = threading.Event()
 
-    def fails_once(sysroot: Path) -> Memory:
+    def fails_once(sysroot: Path) -> int:
         if not failed.is_set():
             failed.set()
             raise OSError(errno.EMFILE, "Too many open files")
-        return read_memory(sysroot)
+        return read_available(sysroot)
 
-    monkeypatch.setattr("tfglm.memory.guard.read_memory", fails_once)
+    monkeypatch.setattr("tfglm.memory.guard.read_available", fails_once)
     machine.have(1)
     guard.start()
     assert acted.wait(30) and failed.is_set()

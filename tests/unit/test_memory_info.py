@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tfglm.memory.info import read_memory
+from tfglm.memory.info import read_available, read_memory
 
 KIB, PAGE_BYTES = 1024, 4096
 
@@ -45,6 +45,7 @@ def test_available_is_linux_own_estimate(sysroot: Path) -> None:
     describe(sysroot)
     memory = read_memory(sysroot)
     assert (memory.total, memory.available, memory.budget) == (1000 * KIB, 700 * KIB, 700 * KIB)
+    assert read_available(sysroot) == 700 * KIB
 
 
 def test_parked_pages_are_part_of_the_budget_only(sysroot: Path) -> None:

@@ -65,8 +65,8 @@ def not_reached(playbook: str, away: Sequence[Step]) -> str:
     who = "; ".join(f"{step.host}: {step.says.removesuffix('.')}" for step in sorted(away, key=lambda step: step.host))
     instead = f"; {_INSTEAD[playbook]}" if playbook in _INSTEAD else ""
     return (
-        f"{playbook} did not reach {who}. `ssh USER@HOST true` must work from here without a question, with ansible_user "
-        f"and ansible_host of the inventory{instead}"
+        f"{playbook} did not reach {who}. `ssh USER@HOST true` must work from here without a question, with the "
+        f"inventory's ansible_user and ansible_host{instead}"
     )
 
 

@@ -141,19 +141,20 @@ def gid_of(address: str) -> str:
 
 
 def gid_index(sysroot: Path, device: str, address: str, netdev: str = "") -> int:
-    """Index of the RoCE v2 GID of `address` on a device's port 1, -1 if there is none. An entry of another netdev (of a
-    bond, a VLAN) or of RoCE v1 does not do: connections over it die after a minute."""
+    """Index of the RoCE v2 GID of `address` on a device's port 1, -1 if there is none."""
+    gids = sysroot / "sys/class/infiniband" / device / "ports/1/gids"
+    indexes = sorted(int(entry.name) for entry in gids.iterdir()) if gids.is_dir() else []
+    return next((index for index in indexes if gid_holds(sysroot, device, index, address, netdev)), -1)
+
+
+def gid_holds(sysroot: Path, device: str, index: int, address: str, netdev: str = "") -> bool:
+    """Whether an entry of the table of GIDs is the RoCE v2 one of `address`. An entry of another netdev (of a bond, a
+    VLAN) or of RoCE v1 does not do: connections over it die after a minute."""
     port = sysroot / "sys/class/infiniband" / device / "ports/1"
-    gids = port / "gids"
-    if not gids.is_dir():
-        return -1
-    for entry in sorted(gids.iterdir(), key=lambda path: int(path.name)):
-        if _text(entry).lower() != gid_of(address):
-            continue
-        owner = _text(port / "gid_attrs/ndevs" / entry.name)
-        if "v2" in _text(port / "gid_attrs/types" / entry.name) and (not netdev or owner in ("", netdev)):
-            return int(entry.name)
-    return -1
+    if index < 0 or _text(port / "gids" / str(index)).lower() != gid_of(address):
+        return False
+    owner = _text(port / "gid_attrs/ndevs" / str(index))
+    return "v2" in _text(port / "gid_attrs/types" / str(index)) and (not netdev or owner in ("", netdev))
 
 
 def _port(sysroot: Path, netdev: str, device: str, addresses: tuple[str, ...]) -> Port:

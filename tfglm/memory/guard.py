@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfglm.memory.info import read_memory
+from tfglm.memory.info import read_available
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Guard:
     def __init__(self, limit: int, floor: int, act: Callable[[LowWater], None], *, sysroot: Path = Path("/")) -> None:
         self.tripped = False
         self._limit, self._floor, self._act, self._sysroot = limit, floor, act, sysroot
-        self._low = LowWater(read_memory(sysroot).available, time.time())
+        self._low = LowWater(read_available(sysroot), time.time())
         self._strikes = 0
         self._warned = False
         self._stopping = threading.Event()
@@ -61,7 +61,7 @@ class Guard:
 
     def sample(self) -> None:
         """Read once, and warn or act on it."""
-        available = read_memory(self._sysroot).available
+        available = read_available(self._sysroot)
         if available < self._low.available:
             self._low = LowWater(available, time.time())
         if available >= self._floor:

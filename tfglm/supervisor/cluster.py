@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from tfglm.checkpoint.jsonfile import read_object, shown
@@ -119,7 +120,7 @@ class Cluster:
         """The settings with their types. Raises ConfigError naming the setting, the value and its range."""
         return Settings.from_sources(dict(self.settings), environ={})
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """16 hex digits over everything in it: ranks with another one do not start together."""
         return hashlib.sha256(json.dumps(plain(self), sort_keys=True).encode()).hexdigest()[:16]

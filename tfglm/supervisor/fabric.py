@@ -6,14 +6,17 @@ at every start. Everything takes a sysroot, so that a test can describe a machin
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfglm.hosts.fabric import gid_index
+from tfglm.hosts.fabric import gid_holds, gid_index
 from tfglm.supervisor.cluster import Node, Rail
 
+_SYSFS_BYTES = 4096
+"""No file of sysfs is longer."""
 _LANE_BYTES = 4
 """RDMA port counters count in 32-bit words."""
 
@@ -46,12 +49,22 @@ def address_is_here(address: str) -> bool:
     return True
 
 
-def missing(node: Node, control: str, sysroot: Path = Path("/"), here: Callable[[str], bool] = address_is_here) -> str:
-    """What the node's network still lacks, as the end of "waiting for ..."; empty when it is complete."""
+def missing(
+    node: Node,
+    control: str,
+    sysroot: Path = Path("/"),
+    here: Callable[[str], bool] = address_is_here,
+    gids: dict[str, int] | None = None,
+) -> str:
+    """What the node's network still lacks, as the end of "waiting for ..."; empty when it is complete.
+
+    gids: where each rail's GID was last time, kept by who asks again and again: a table has hundreds of entries.
+    """
+    gids = {} if gids is None else gids
     if not here(control):
         return f"address {control} on {node.interface}"
     for rail in node.rails:
-        found = _missing(rail, sysroot, here)
+        found = _missing(rail, sysroot, here, gids)
         if found:
             return f"{found} (rail to rank {rail.peer})"
     return ""
@@ -62,19 +75,21 @@ def resolve(node: Node, sysroot: Path = Path("/")) -> tuple[RailState, ...]:
     return tuple(RailState(rail, _gid(rail, sysroot) if rail.rdma else -1) for rail in node.rails)
 
 
-def _missing(rail: Rail, sysroot: Path, here: Callable[[str], bool]) -> str:
+def _missing(rail: Rail, sysroot: Path, here: Callable[[str], bool], gids: dict[str, int]) -> str:
     port = sysroot / "sys/class/net" / rail.interface
-    if not port.exists():
-        return f"interface {rail.interface}, which is gone: on a Spark that means its cable is not plugged in"
     if _number(port / "carrier") != 1:
+        if not port.exists():
+            return f"interface {rail.interface}, which is gone: on a Spark that means its cable is not plugged in"
         return f"carrier on {rail.interface}"
     mtu = _number(port / "mtu")
     if mtu < rail.mtu:
         return f"MTU {rail.mtu} on {rail.interface}, which has {mtu}"
     if not here(rail.address):
         return f"address {rail.address} on {rail.interface}"
-    if rail.rdma and _gid(rail, sysroot) < 0:
-        return f"a RoCE v2 GID for {rail.address} on {rail.rdma}"
+    if rail.rdma and not gid_holds(sysroot, rail.rdma, gids.get(rail.address, -1), rail.address, rail.interface):
+        gids[rail.address] = _gid(rail, sysroot)
+        if gids[rail.address] < 0:
+            return f"a RoCE v2 GID for {rail.address} on {rail.rdma}"
     return ""
 
 
@@ -115,11 +130,18 @@ def engine_environment(node: Node, rails: tuple[RailState, ...], ranks: int) -> 
 
 
 def _text(path: Path) -> str:
-    """A file of sysfs; empty where it is not there, or, as an unused GID's type, cannot be read."""
+    """A file of sysfs; empty where it is not there or, as an unused GID's type, cannot be read. With as few calls
+    of the kernel as that takes: it is done for every rail twice a second."""
     try:
-        return path.read_text().strip()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return ""
+    try:
+        return os.read(file, _SYSFS_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
 
 
 def _number(path: Path) -> int:

@@ -42,6 +42,7 @@ class Presence:
         self._file = StateFile(state_path(node.rank, state_dir))
         self._wrote = float("-inf")
         self._ready = False
+        self._gids: dict[str, int] = {}
 
     async def tick(self) -> None:
         """For as long as the supervisor lives, in its event loop: a loop that hangs neither beats nor pings."""
@@ -56,7 +57,7 @@ class Presence:
                 beat_at = now
                 await self._open()
                 control = self.cluster.ranks[self.node.rank].control
-                gone = fabric.missing(self.node, control, self.sysroot)
+                gone = fabric.missing(self.node, control, self.sysroot, gids=self._gids)
                 self.lost = gone or self.beats.silent_rail(self.limits.dead)
                 self.figures.sample()
                 self.beat()

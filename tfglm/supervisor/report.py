@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfglm.memory.info import read_memory
+from tfglm.memory.info import read_available
 from tfglm.supervisor.beats import Peer
 from tfglm.supervisor.cluster import Cluster, Node
 from tfglm.supervisor.fabric import traffic
@@ -34,7 +34,7 @@ class Figures:
 
     def sample(self) -> None:
         """Read memory and the counters of every rail."""
-        self.available = read_memory(self.sysroot).available
+        self.available = read_available(self.sysroot)
         self.low = min(self.low or self.available, self.available)
         for rail in self.node.rails:
             received, sent, _ = self.rails.get(rail.interface, (Rate(), Rate(), 0))
