@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tfglm.checkpoint.store import Checkpoint
-from tfglm.models.glm53 import load_model
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 from tfglm.quantize.recipe import Recipe
 from tfglm.quantize.run import quantise_checkpoint

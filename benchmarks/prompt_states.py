@@ -39,7 +39,8 @@ from tfglm.engine.engine import Engine
 from tfglm.engine.keep import prompt_states
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.memory.inventory import published
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.settings import Settings
 
 TOKENS, RANKS, KV = 94317, 3, "fp4"

@@ -21,7 +21,7 @@ import torch
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.engine.tokenizer import Tokenizer
-from tfglm.models.glm53 import load_model
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 from tfglm.quantize.recipe import Recipe
 from tfglm.quantize.run import quantise_checkpoint

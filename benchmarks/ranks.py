@@ -27,7 +27,8 @@ import torch
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.engine.machine import cores
 from tfglm.engine.spread import Leader, follow
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 from tfglm.ranks.bootstrap import listen
 from tfglm.settings import Settings

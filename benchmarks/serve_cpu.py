@@ -55,19 +55,19 @@ def phase_interpreter(_: Path, __: str) -> dict[str, Any]:
     import torch
 
     import tfglm.engine.engine
-    import tfglm.models.glm53  # noqa: F401
+    import tfglm.models.load  # noqa: F401
 
     torch.randn(512, 512) @ torch.randn(512, 512)
     return {"peak_rss": peak_rss()}
 
 
 def phase_load(path: Path, _: str) -> dict[str, Any]:
-    import tfglm.models.glm53 as glm53
     from tfglm.checkpoint.store import Checkpoint
+    from tfglm.models.load import load_model
 
     start = time.perf_counter()
     with Checkpoint.open(path) as checkpoint:
-        glm53.load_model(checkpoint, tokens=4096)
+        load_model(checkpoint, tokens=4096)
         return {"seconds": time.perf_counter() - start, "peak_rss": peak_rss(), "checkpoint_bytes": checkpoint.nbytes}
 
 
@@ -77,7 +77,7 @@ def phase_engine(path: Path, _: str) -> dict[str, Any]:
     from tfglm.engine.api import Finished, GenerationRequest, SamplingParams
     from tfglm.engine.engine import Engine
     from tfglm.engine.tokenizer import Tokenizer
-    from tfglm.models.glm53 import load_model
+    from tfglm.models.load import load_model
     from tfglm.settings import Settings
 
     # In a thread that ends, as `tfglm serve` does: OpenMP workers that a living thread has left behind are too many

@@ -32,7 +32,8 @@ from tfglm.engine.api import GenerationRequest, SamplingParams
 from tfglm.engine.drafting import Drafting
 from tfglm.engine.engine import Engine
 from tfglm.engine.tokenizer import Tokenizer
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.taps import Passed, Taps
 from tfglm.settings import Settings
 

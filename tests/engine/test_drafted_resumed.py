@@ -28,7 +28,8 @@ from tfglm.engine.drafting import Drafting
 from tfglm.engine.engine import Engine
 from tfglm.engine.states import PromptStates
 from tfglm.engine.tokenizer import Tokenizer
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 from tfglm.settings import Settings
 

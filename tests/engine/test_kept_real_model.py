@@ -26,7 +26,8 @@ from tfglm.engine.keep import prompt_states
 from tfglm.engine.states import PromptStates
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.errors import ConfigError
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.settings import Settings
 
 TEXT = "A system prompt is read once and kept; whoever begins alike goes on from there. 日本語も同じ。 " * 12

@@ -17,7 +17,8 @@ from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.formats.latent import KvFormat
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 from tfglm.ops import order
 from tfglm.ops.base import Rope, Selection, Span, Window

@@ -29,7 +29,8 @@ from tfglm.engine.engine import Engine
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.formats.groups import GROUP, dequantise, quantise
 from tfglm.models import glm53_cuda
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.source import CheckpointSource
 from tfglm.models.window import Rows
 from tfglm.settings import Settings

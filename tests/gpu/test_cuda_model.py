@@ -9,8 +9,9 @@ import torch
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.formats.latent import KvFormat
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
 from tfglm.models.glm53_cuda import CudaGlm53, load_weights
+from tfglm.models.load import load_model
 from tfglm.models.source import CheckpointSource
 from tfglm.models.taps import Taps
 from tfglm.models.window import Rows

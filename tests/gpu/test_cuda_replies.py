@@ -26,7 +26,8 @@ from tfglm.engine.keep import prompt_states
 from tfglm.engine.model import Drawing
 from tfglm.engine.tokenizer import Tokenizer
 from tfglm.models import glm53_cuda
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.source import CheckpointSource
 from tfglm.settings import Settings
 

@@ -12,7 +12,8 @@ from transformers import GlmMoeDsaForCausalLM
 
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.weights import load_weights
 from tfglm.models.window import Rows
 

@@ -20,7 +20,8 @@ from tfglm.formats.exl3_code import MARKERS
 from tfglm.layout import Layout, Placement, Share
 from tfglm.memory.inventory import Inventory
 from tfglm.memory.weights import weight_bytes
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.shapes import shapes_of
 from tfglm.models.source import CheckpointSource
 from tfglm.models.taps import Taps

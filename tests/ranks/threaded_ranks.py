@@ -12,7 +12,8 @@ import torch
 
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.errors import RanksError
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.ops.group import Message
 
 LIMIT = 60.0

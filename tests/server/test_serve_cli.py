@@ -92,7 +92,7 @@ def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
 BUSY = """
 import torch
 from tfglm.cli.main import entry
-from tfglm.models import glm53
+from tfglm.models import load
 
 def load_model(*args, **fields):
     matrix = torch.ones(1500, 1500)
@@ -100,7 +100,7 @@ def load_model(*args, **fields):
     while True:
         matrix = matrix @ matrix
 
-glm53.load_model = load_model
+load.load_model = load_model
 entry()
 """
 

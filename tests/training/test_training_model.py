@@ -7,7 +7,7 @@ import torch
 
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.vocabulary import build_tokenizer
-from tfglm.models.glm53 import load_model
+from tfglm.models.load import load_model
 from tfglm.models.mtp import Mtp, load_mtp
 from tfglm.models.source import CheckpointSource
 from tfglm.models.taps import Taps

@@ -16,7 +16,8 @@ from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.drafts.base import Ask, Draft, Kept
 from tfglm.drafts.mtp import MtpDrafter
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.mtp import Mtp, MtpStep, load_mtp
 from tfglm.models.taps import Taps
 from tfglm.models.window import Rows

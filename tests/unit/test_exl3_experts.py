@@ -16,7 +16,8 @@ from tfglm.formats.exl3 import reconstruct
 from tfglm.formats.exl3_tensors import Exl3Linear
 from tfglm.layout import Family, Layout, Placement
 from tfglm.models.exl3_loader import Shares, read_experts
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.source import CheckpointSource
 from tfglm.models.weights import load_weights
 from tfglm.models.window import Rows

@@ -13,7 +13,8 @@ from tfglm.cache.pages import PAGE, Stream
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.errors import ConfigError, MemoryShortError
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 
 

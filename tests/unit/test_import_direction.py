@@ -69,3 +69,13 @@ def test_the_http_side_never_loads_torch() -> None:
 def test_models_never_import_cupy() -> None:
     for path in (ROOT / "models").rglob("*.py"):
         assert "cupy" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("unit", ["models", "ops", "cache"])
+def test_no_import_hides_in_a_function(unit: str) -> None:
+    """There it would only break a circle of modules, which is to be cut where it is."""
+    for path in (ROOT / unit).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                hidden = [inner.lineno for inner in ast.walk(node) if isinstance(inner, ast.Import | ast.ImportFrom)]
+                assert not hidden, f"{path}, line {hidden}"

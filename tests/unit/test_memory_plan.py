@@ -26,8 +26,9 @@ from tfglm.memory.flash import FlashInventory
 from tfglm.memory.inventory import Inventory, of_folder, published
 from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, LARGEST_DEFAULT_CONTEXT, Plan, make_plan, require
 from tfglm.memory.weights import matrix_bytes
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
 from tfglm.models.glm53_cuda import PackedCache, load_weights
+from tfglm.models.load import load_model
 from tfglm.models.source import CheckpointSource
 from tfglm.ops.cuda import CudaOps, Precision
 from tfglm.settings import Settings

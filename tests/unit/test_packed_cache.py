@@ -14,7 +14,8 @@ from tfglm.cache.sizes import layer_bytes
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.formats.latent import KvFormat, pack_index, pack_rows
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 
 NARROW = [KvFormat.FP8, KvFormat.FP4, KvFormat.FP4X]

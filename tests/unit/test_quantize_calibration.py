@@ -12,7 +12,8 @@ from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.errors import ConfigError
 from tfglm.models import moe
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.mtp import Mtp, load_mtp
 from tfglm.models.source import CheckpointSource
 from tfglm.models.taps import Taps

@@ -24,7 +24,7 @@ from tfglm.cli.main import main
 from tfglm.errors import CheckpointError, ConfigError
 from tfglm.formats.exl3 import reconstruct, unpack_tiles
 from tfglm.formats.exl3_code import codebook_table
-from tfglm.models.glm53 import load_model
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 from tfglm.quantize import experts, run
 from tfglm.quantize.recipe import Recipe

@@ -16,7 +16,8 @@ import torch
 from tfglm.cache.pages import PAGE
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
-from tfglm.models.glm53 import Glm53, load_model
+from tfglm.models.glm53 import Glm53
+from tfglm.models.load import load_model
 from tfglm.models.window import Rows
 from tfglm.ops.reference import ReferenceOps
 from tfglm.ops.rows import Rows as RowMath

@@ -35,7 +35,8 @@ from tfglm.memory.info import read_memory
 from tfglm.memory.inventory import Inventory
 from tfglm.memory.plan import CPU_CHANGES, GIB, GPU_CHANGES, LARGEST_DEFAULT_CONTEXT, Plan, make_plan, require
 from tfglm.memory.window import settle_window, state_folder, window_key
-from tfglm.models import glm53
+from tfglm.models import load as models
+from tfglm.models.glm53 import Glm53
 from tfglm.models.taps import Taps
 from tfglm.server.info import ModelInfo
 from tfglm.server.smoke import greeting
@@ -119,13 +120,13 @@ def _kept_window(checkpoint: Checkpoint, settings: Settings, largest: int) -> in
     return settle_window(window_key(facts), largest, limit)
 
 
-def _model(checkpoint: Checkpoint, plan: Plan, settings: Settings, leader: Leader | None) -> glm53.Glm53:
+def _model(checkpoint: Checkpoint, plan: Plan, settings: Settings, leader: Leader | None) -> Glm53:
     """The model, or this rank's part of it; the others load theirs."""
     columns = (TextColumn("loading {task.fields[name]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("load", total=checkpoint.nbytes, name=checkpoint.path.name)
-        return glm53.load_model(
+        return models.load_model(
             checkpoint,
             tokens=plan.tokens,
             device=settings.device,
@@ -146,7 +147,7 @@ def _learned(kind: str, checkpoint: Path, settings: Settings) -> Learned:
 
 def _drafting(
     drafter: Drafter | None,
-    model: glm53.Glm53,
+    model: Glm53,
     tokenizer: Tokenizer,
     settings: Settings,
     learned: Learned,

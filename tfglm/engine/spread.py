@@ -30,7 +30,8 @@ from tfglm.engine.keep import disk_follower
 from tfglm.engine.machine import computing_facts
 from tfglm.errors import RanksError, TfglmError
 from tfglm.memory.guard import Guard, LowWater
-from tfglm.models.glm53 import FORWARD, load_model
+from tfglm.models.glm53 import FORWARD
+from tfglm.models.load import load_model
 from tfglm.ranks.bootstrap import join, lead
 from tfglm.ranks.control import Control, Timing, end_process_on_failure
 from tfglm.ranks.facts import code_facts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,18 +11,15 @@ from tfglm.cache.latent import Cache, LatentCache
 from tfglm.cache.pages import Stream
 from tfglm.cache.sizes import FLOAT32
 from tfglm.checkpoint.config import ModelConfig
-from tfglm.checkpoint.names import layer_prefix
-from tfglm.checkpoint.store import Checkpoint
-from tfglm.errors import ConfigError, MemoryShortError
+from tfglm.errors import MemoryShortError
 from tfglm.formats.latent import KvFormat
-from tfglm.layout import PLACEMENT, Layout, Placement, Share
+from tfglm.layout import PLACEMENT, Layout, Share
 from tfglm.models import mla, moe
 from tfglm.models.context import dealt_out
-from tfglm.models.shapes import quantised_shapes, shapes_of
-from tfglm.models.source import CheckpointSource
+from tfglm.models.shapes import shapes_of
 from tfglm.models.split import Vocabulary
 from tfglm.models.taps import Passed, Taps
-from tfglm.models.weights import ModelWeights, load_weights
+from tfglm.models.weights import ModelWeights
 from tfglm.models.window import LaidOut, Rows, appended, from_message, to_message
 from tfglm.ops.base import Ops
 from tfglm.ops.group import Alone, Group, Message, together
@@ -167,60 +164,6 @@ class Glm53:
         return Passed(logits, h if taps.normed else None, streams)
 
 
-def load_model(
-    checkpoint: Checkpoint,
-    *,
-    tokens: int,
-    device: str = "cpu",
-    kv: str = "bf16",
-    dense: str = "bf16",
-    head: str = "bf16",
-    progress: Callable[[int, int], None] | None = None,
-    group: Group | None = None,
-    placement: Placement = PLACEMENT,
-    cp: bool = False,
-) -> Glm53:
-    """The model of an open checkpoint, with a cache of `tokens` tokens over all streams.
-
-    device: "cpu" or "cuda". kv: the cache's format. dense, head: formats of linear layers and of lm_head on a GPU
-    (settings.DENSE_FORMATS); a CPU multiplies by what the checkpoint holds. group: the ranks to spread it over, all of
-    which load at the same time, each its own part; placement: of the routed experts' columns; cp: deal the caches out
-    to them, each with room for `tokens` tokens.
-    progress is called after each tensor with the bytes done and the bytes there are. Memory stays near the size of what
-    is held. The number of torch threads must be set before, alike on all ranks. Raises ConfigError, CheckpointError,
-    MemoryShortError, RanksError.
-    """
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}; supported: cpu, cuda")
-    group = group or Alone()
-    config = checkpoint.config
-    share = Share(Layout.of(config, group.ranks, placement), group.rank)
-    mtp = layer_prefix(config.num_hidden_layers) + "."
-    total = sum(entry.nbytes for name, entry in checkpoint.entries.items() if not name.startswith(mtp))
-    source = CheckpointSource(checkpoint, (lambda done: progress(done, total)) if progress else None, share)
-    if device == "cuda":
-        from tfglm.models import glm53_cuda  # it builds on this module
-
-        model: Glm53 = glm53_cuda.load(config, source, tokens=tokens, kv=kv, dense=dense, head=head, group=group, cp=cp)
-    else:
-        # Before the weights: what it multiplies on trial is gone by then.
-        rows = _agreed(RowMath.verified(shapes_of(config, quantised_shapes(checkpoint, share), share, cp)), group)
-        weights = load_weights(config, source)
-        model = Glm53(
-            config, weights, tokens=tokens, kv=kv, ops=ReferenceOps(rows, packed_format(kv)), group=group, cp=cp
-        )
-    model.placement = placement
-    return model
-
-
 def packed_format(kv: str) -> KvFormat | None:
     """The format of a CPU's cache rows if they are bytes; bfloat16 and float32 it holds as numbers."""
     return None if kv in ("bf16", FLOAT32) else KvFormat(kv)
-
-
-def _agreed(rows: RowMath, group: Group) -> RowMath:
-    """What all ranks compute alike they must compute with the same bits: if one needs to take every row by itself, all
-    do."""
-    if group.ranks == 1 or not group.gather(torch.tensor([float(rows.alone)])).any():
-        return rows
-    return RowMath(alone=True)
