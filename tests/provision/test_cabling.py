@@ -129,6 +129,7 @@ def test_each_fault_is_named() -> None:
     assert "spark1 enp1s0f1np1 toward spark0 has no carrier" in said(with_port("spark1", 2, up=False))
     assert "E_FABRIC: spark0 roce0 has no RoCE v2 GID for 10.1.0.1" in said(with_port("spark0", 0, gids=(-1,)))
     assert "W_FABRIC: spark0 enp1s0f0np0 has an MTU of 1500" in said(with_port("spark0", 0, mtu=1500))
+    assert "E_FABRIC: spark0 enp1s0f0np0 has an MTU of 576; a rail needs 1280" in said(with_port("spark0", 0, mtu=576))
     assert "spark0 has no port enp1s0f0np0 any more" in said(machines | {"spark0": machines["spark0"][1:]})
 
 

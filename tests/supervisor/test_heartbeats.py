@@ -1,6 +1,7 @@
 """Heartbeats between two supervisors' sockets on loopback addresses: what is believed, what is not, and rails."""
 
 import asyncio
+import dataclasses
 import json
 import socket
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tfglm.hosts.cabling import LEAST_MTU
 from tfglm.supervisor.beats import Beat, Beats, decode
 from tfglm.supervisor.cluster import Cluster, Node
 from tfglm.supervisor.facts import parse
@@ -150,13 +152,44 @@ async def test_a_rail_over_which_nothing_comes_is_named() -> None:
     one.close()
 
 
-def test_a_beat_fits_a_packet() -> None:
-    rails = [[f"enP2p1s0f{i}np{i}", 12000.5, 12000.5, 200.0] for i in range(4)]
+def full_beat(reason: str = "r" * 999) -> Beat:
+    """The longest that there can be: eight ranks, each with two rails to every other."""
+    rails = [[f"enP2p1s0f{i}np{i}", 12000.5, 12000.5, 200.0] for i in range(14)]
     figures = {"pid": 4194304, "since": 1e9 + 0.1, "available_gib": 111.11, "low_gib": 10.01, "tok_s": 87.3}
-    beat = Beat(7, 2**61, 10**7, "d" * 16, "1.10.100", "preparing", 10**5, 10**5, (2**61,) * 8, "r" * 999, "E_RANKS")
-    full = Beat(**{**beat.__dict__, "lost": "l" * 200, "figures": {**figures, "running": 8, "rails": rails}})
-    assert len(full.encode("cluster-name")) <= 1472
-    foreign = Beat(**{**full.__dict__, "reason": 'Gerät nicht verfügbar: "x"\n' * 20})
-    data = foreign.encode("cluster-name")
-    assert len(data) <= 1472
-    assert foreign.reason.startswith(json.loads(data)["beat"]["reason"])
+    return Beat(
+        rank=1,
+        boot=2**61,
+        sequence=10**7,
+        digest="d" * 16,
+        release="1.10.100",
+        phase="preparing",
+        generation=10**5,
+        ended=10**5,
+        boots=(2**61,) * 8,
+        reason=reason,
+        code="E_CHECKPOINT",
+        lost="l" * 200,
+        figures=figures | {"running": 8, "rails": rails},
+    )
+
+
+def test_a_beat_fits_a_packet() -> None:
+    for reason in ("r" * 999, 'Gerät nicht verfügbar: "x"\n' * 20):
+        beat = full_beat(reason)
+        data = dataclasses.replace(beat, figures={}).encode("a-cluster-with-a-name")
+        assert len(data) <= LEAST_MTU - 28
+        assert reason.startswith(json.loads(data)["beat"]["reason"])
+
+
+async def test_a_beat_that_is_too_long_for_a_rail_goes_over_it_without_its_figures() -> None:
+    one, other = pair(rail_mtu=LEAST_MTU)
+    await one.open()
+    await other.open()
+    beat = full_beat()
+    assert len(beat.encode("pair")) > LEAST_MTU - 28
+    other.send(beat)
+    await until(lambda: one.peers[1].rails and one.peers[1].beat)
+    assert one.peers[1].beat is not None
+    assert one.peers[1].beat.figures["running"] == 8, "which the control network has brought"
+    one.close()
+    other.close()

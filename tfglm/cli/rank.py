@@ -72,8 +72,8 @@ def _run(args: argparse.Namespace, cluster: Cluster, node: Node) -> int:
 
     from tfglm.supervisor.rank import Supervisor
 
-    # The journal has its own times.
-    logging.basicConfig(level="INFO", format=f"%(levelname)s rank {node.rank}: %(message)s")
+    # The journal has its own times, and the unit's name for the rank, tfglm-rank0.
+    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
 
     async def live() -> int:
         return await Supervisor(cluster, node, state_dir=args.state).run()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tfglm.cli.session import OtherRanks, Session
 from tfglm.errors import MemoryShortError
 from tfglm.settings import Settings
+from tfglm.supervisor.child import MARK
 
 if TYPE_CHECKING:
     from tfglm.server.state import Served
@@ -22,7 +23,9 @@ log = logging.getLogger("tfglm.serve")
 def start_logging(settings: Settings) -> None:
     """Other libraries' everyday news (torch has some at exit) would only hide our own."""
     rank = f" rank {settings.rank}" if settings.ranks > 1 else ""
-    logging.basicConfig(level="WARNING", format=f"%(asctime)s{rank} %(levelname)s %(name)s: %(message)s")
+    # A service's journal has the time and the rank already.
+    begins = "" if MARK in os.environ else f"%(asctime)s{rank} "
+    logging.basicConfig(level="WARNING", format=f"{begins}%(levelname)s %(name)s: %(message)s")
     logging.getLogger("tfglm").setLevel(settings.log_level.upper())
 
 

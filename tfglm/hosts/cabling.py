@@ -11,6 +11,8 @@ from typing import Any
 from tfglm.errors import ConfigError
 from tfglm.hosts.fabric import Port, address_of, links_between
 
+LEAST_MTU = 1280
+"""Of a rail: every heartbeat fits, and RoCE still takes packets of 1024 bytes."""
 RAILS = 2
 """Rails of a pair that are used: both twins of one cable reach all that a machine's PCIe links carry."""
 
@@ -140,7 +142,12 @@ def fabric_problems(machines: Machines, rails: Sequence[Rail], mtu: int) -> list
                     f"E_FABRIC: {machine} {port.device} has no RoCE v2 GID for {address_of(address)} of {netdev}; see "
                     f"/sys/class/infiniband/{port.device}/ports/1/gids, and take the port down and up"
                 )
-            if port.mtu < mtu:
+            if port.mtu < LEAST_MTU:
+                problems.append(
+                    f"E_FABRIC: {machine} {netdev} has an MTU of {port.mtu}; a rail needs {LEAST_MTU}, and should have "
+                    f"tfglm_mtu {mtu}"
+                )
+            elif port.mtu < mtu:
                 problems.append(
                     f"W_FABRIC: {machine} {netdev} has an MTU of {port.mtu}, below tfglm_mtu {mtu}; both ends should "
                     f"have the same"

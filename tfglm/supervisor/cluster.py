@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tfglm.checkpoint.jsonfile import read_object, shown
 from tfglm.errors import ConfigError
+from tfglm.hosts.cabling import LEAST_MTU
 from tfglm.layout import MAX_RANKS
 from tfglm.settings import Settings
 from tfglm.supervisor.facts import fact, parse, plain
@@ -134,7 +135,7 @@ class Rail:
     interface: str = fact("network interface", filled=True)
     address: str = fact("this node's address on it", address=True)
     peer_address: str = fact("the peer's address on it", address=True)
-    mtu: int = fact("what the interface must have at least", 1500, low=576, high=65535)
+    mtu: int = fact("what the interface must have at least", 1500, low=LEAST_MTU, high=65535)
     rdma: str = fact("RDMA device of the interface; empty where there is none", "")
 
 
