@@ -1,28 +1,18 @@
 """The playbooks, on three fake machines: a plan changes nothing, a second run changes nothing, refusals name things."""
 
-import importlib.util
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_machines import FakeMachines, NoNamespacesError
+from fake_machines import HUB, FakeMachines, needs_ansible, recap, task
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAYBOOKS = sorted(path.stem for path in (ROOT / "playbooks").glob("*.yml"))
-VENV = Path(os.environ.get("TFGLM_TEST_VENV", ROOT / ".venv"))
 
-pytestmark = [
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(
-        "TFGLM_TEST_VENV" not in os.environ or importlib.util.find_spec("ansible") is None,
-        reason="plays take minutes and need Ansible: make provision-check runs them",
-    ),
-]
+pytestmark = needs_ansible
 
 
 def test_there_is_a_playbook_for_everything() -> None:
@@ -43,36 +33,30 @@ def test_syntax_with_the_example_inventory(playbook: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeMachines]:
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("ping"):
-        pytest.skip("fake machines need root, ip and ping")
-    if not (VENV / "bin/python").exists():
-        pytest.skip(f"{VENV} is not there: tfglm's own environment, which the machines use")
-    try:
-        with FakeMachines(tmp_path_factory.mktemp("machines"), VENV) as made:
-            if made.run("spark0", "ls /etc").returncode:
-                pytest.skip("overlays or namespaces cannot be mounted here")
-            tiny = made.folder / "tiny"
-            code = "from tfglm.cli.main import entry; entry()"
-            command = [str(VENV / "bin/python"), "-c", code, "synth", str(tiny), "--preset", "tiny", "--seed", "0"]
-            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-            for name in made.names:
-                shutil.copytree(tiny, made.root(name) / "srv/models/tiny")
-            yield made
-    except NoNamespacesError as error:
-        pytest.skip(f"fake machines cannot be wired here: {error}")
-
-
-def recap(output: str) -> dict[str, tuple[int, int]]:
-    """(changed, failed) by machine."""
-    found = re.findall(r"^(\w+) +: ok=\d+ +changed=(\d+) +unreachable=0 +failed=(\d+)", output, re.MULTILINE)
-    return {name: (int(changed), int(failed)) for name, changed, failed in found}
-
-
-def task(output: str, name: str) -> str:
-    """What one task said."""
-    return output.partition(f"{name}] *")[2].partition("\nTASK")[0]
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "E_CONFIG: tfglm_model_revision is empty; it takes the 40 digits of a commit of Mia-AiLab/GLM-5.3-EXL3"),
+        ({}, "E_CONFIG: tfglm_drafter_revision is empty; it takes the 40 digits of a commit of RedHatAI/GLM-5.3"),
+        ({}, "or set tfglm_checkpoint to a folder that is on rank 0 already"),
+        ({"tfglm_model_revision": "main"}, "E_CONFIG: tfglm_model_revision is main; it takes the 40 digits"),
+        ({"tfglm_model_id": ""}, "E_CONFIG: tfglm_model_id and tfglm_checkpoint are both empty"),
+    ],
+)
+def test_the_example_asks_for_its_revisions_before_any_machine_is_reached(given: dict[str, str], said: str) -> None:
+    """The example inventory as it is, whose machines are nowhere."""
+    command = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(ROOT / "inventory.example.ini")]
+    done = subprocess.run(
+        [*command, "site.yml", *(f"-e{name}={value}" for name, value in given.items())],
+        cwd=ROOT / "playbooks",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in " ".join(done.stdout.split())
+    assert "UNREACHABLE" not in done.stdout
+    assert "Read the machine" not in done.stdout
 
 
 def test_a_misspelt_variable_is_refused_before_anything(machines: FakeMachines) -> None:
@@ -193,27 +177,9 @@ def test_a_wrong_cable_is_named(machines: FakeMachines) -> None:
     assert "E_FABRIC: spark1 p1 should reach spark2 but reaches spark0" in " ".join(done.stdout.split())
 
 
-HUB = """
-import http.server, json
-class Hub(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        gated = "/org/gated" in self.path
-        known = {"secret": 401, "away": 500}
-        code = next((code for name, code in known.items() if f"/org/{name}" in self.path), 200)
-        code = 403 if gated and "/resolve/" in self.path else code
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps({"siblings": [{"rfilename": "x", "size": 2**60, "blobId": "0"}]}).encode())
-    def log_message(self, *words): pass
-http.server.HTTPServer(("127.0.0.1", 8099), Hub).serve_forever()
-"""
-
-
 @pytest.mark.parametrize(
     ("model", "revision", "said"),
     [
-        ("org/open", "main", "E_CONFIG: the revision of org/open is main; it takes the 40 digits of a commit"),
         ("org/gated", "a" * 40, "E_CHECKPOINT: the token's account may not read org/gated (403)"),
         (
             "org/secret",
@@ -241,18 +207,3 @@ def test_what_cannot_be_downloaded_is_explained(machines: FakeMachines, model: s
         hub.wait()
     assert done.returncode != 0
     assert said in " ".join(done.stdout.split()), done.stdout[-3000:]
-
-
-def test_start_does_not_wait_for_single_ranks_and_stop_stops_them(machines: FakeMachines) -> None:
-    log = machines.root("spark2") / "var/lib/stub-systemd/log"
-    log.write_text("")
-    done = machines.play("start", tfglm_wait_s=1)
-    assert "E_RANKS: http://127.0.0.1:18999/health did not answer within 1 s" in " ".join(done.stdout.split())
-    done = machines.play("stop")
-    assert done.returncode == 0, done.stdout[-3000:]
-    said = [line.split() for line in log.read_text().splitlines()]
-    starts = [i for i, words in enumerate(said) if "start" in words and "tfglm@2.service" in words]
-    stops = [i for i, words in enumerate(said) if "stop" in words and "tfglm@2.service" in words]
-    assert len(starts) == len(stops) == 1
-    assert starts < stops
-    assert "--no-block" in said[starts[0]]
