@@ -10,7 +10,7 @@ import torch
 
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
-from tfglm.errors import ConfigError
+from tfglm.errors import CheckpointError, ConfigError
 from tfglm.models import moe
 from tfglm.models.glm53 import Glm53
 from tfglm.models.load import load_model
@@ -97,6 +97,24 @@ def test_hessians_of_an_expert_are_those_of_its_rows() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * expected.max())
     output = w[:, None] * (hidden @ layer._experts.down[1].double().numpy().T)
     assert seen.energy == pytest.approx(np.sum(output**2) / 400, rel=1e-4)
+
+
+def test_what_is_not_finite_is_named() -> None:
+    layer = layer_of()
+    parts = layer._rows, layer._routing, layer._experts, layer.recipe, search_on_cpu
+    layer._routing.weights[7] = float("nan")
+    with pytest.raises(CheckpointError, match=r"routing by model\.layers\.3\.mlp\.gate\.weight is not finite; fetch"):
+        ExpertLayer("model.layers.3.mlp.experts", *parts)
+    layer._experts.gate_up[2, 200, 5] = float("inf")  # of an expert that no row has chosen
+    with pytest.raises(CheckpointError, match=r" layer\.2\.up_proj\.weight has values that are not finite; fetch"):
+        ExpertLayer("layer", *parts)
+
+
+def test_an_output_that_is_not_finite_is_named() -> None:
+    layer = layer_of()
+    layer._rows[layer._routing.experts[:, 0] == 1] = 1e30
+    with pytest.raises(CheckpointError, match=r" layer\.1: its output on the calibration rows is not finite"):
+        layer.widths(30)
 
 
 def test_an_expert_nobody_chose_takes_the_layers_rows() -> None:

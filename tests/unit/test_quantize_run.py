@@ -6,6 +6,7 @@ The ring search is replaced by a cheap one where only the machinery is looked at
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
@@ -221,6 +222,19 @@ def test_what_cannot_be_is_refused(source: Path, tmp_path: Path) -> None:
 def test_recipes_that_cannot_be(bits: float, widths: tuple[float, ...], codebook: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Recipe(bits, widths, codebook)
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_damaged_weight_is_named(source: Path, tmp_path: Path) -> None:
+    """It is found where its layer is reached, by what it makes of the rows."""
+    shutil.copytree(source, tmp_path / "source")
+    name = "model.layers.2.self_attn.o_proj.weight"
+    [file] = [file for file in (tmp_path / "source").glob("*.safetensors") if name in load_file(file)]
+    tensors = load_file(file)
+    tensors[name][3, 4] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has values that are not finite; fetch the file"):
+        quantise(tmp_path / "source", tmp_path / "out")
 
 
 def test_command_with_the_real_search(

@@ -67,8 +67,8 @@ class CudaOps:
         dense = cuda_linear.pack(matrix.to(self.device), kind)
         if kind != "bf16":
             self._dense[dense.data.data_ptr()] = dense
-        if float_out:
-            self._float_out.add(dense.data.data_ptr())
+        # Of a weight that is gone, another may have got the address.
+        (self._float_out.add if float_out else self._float_out.discard)(dense.data.data_ptr())
         return dense.data
 
     def hold_heads(self, weight: torch.Tensor) -> torch.Tensor:

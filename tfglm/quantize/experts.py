@@ -6,6 +6,7 @@ adds to the residual stream.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from functools import cached_property
 
 import torch
 
+from tfglm.errors import CheckpointError
 from tfglm.formats.exl3_code import MARKERS, codebook_table
 from tfglm.ops.base import PlainExperts, Routing
 from tfglm.ops.exl3_weights import PROJECTIONS
@@ -53,7 +55,8 @@ class Finished:
 
 class ExpertLayer:
     """name: of the layer's experts in the checkpoint. rows [T, hidden]: what the calibration sends into the layer, and
-    its routing. experts: the plain matrices. All on one device, on which everything is computed."""
+    its routing. experts: the plain matrices. All on one device, on which everything is computed. Raises CheckpointError
+    for values that are not finite."""
 
     def __init__(
         self, name: str, rows: torch.Tensor, routing: Routing, experts: PlainExperts, recipe: Recipe, search: Search
@@ -65,6 +68,20 @@ class ExpertLayer:
         self._experts = experts
         self._search = search
         self._scales: dict[tuple[bool, float], float] = {}
+        self._check()
+
+    def _check(self) -> None:
+        """One weight that is no number would make all figures of the layer so."""
+        fetch = "fetch the file that holds it again (model.safetensors.index.json names it)"
+        for expert in range(self.count):
+            for projection, matrix in enumerate(PROJECTIONS):
+                if not bool(self._matrix(expert, projection).isfinite().all()):
+                    raise CheckpointError(
+                        f"{self.name}.{expert}.{matrix}.weight has values that are not finite; {fetch}"
+                    )
+        if not bool(self._routing.weights.isfinite().all()):
+            gate = self.name.removesuffix("experts") + "gate.weight"
+            raise CheckpointError(f"the calibration rows' routing by {gate} is not finite; {fetch}")
 
     @property
     def count(self) -> int:
@@ -102,11 +119,17 @@ class ExpertLayer:
         gate, up, down = (self._matrix(expert, projection) for projection in (GATE, UP, DOWN))
         hidden = torch.nn.functional.silu(x @ gate) * (x @ up)
         output = (hidden @ down) * weights[:, None]
+        energy = float(output.square().sum()) / len(self._rows)
+        if not math.isfinite(energy):
+            raise CheckpointError(
+                f"{self.name}.{expert}: its output on the calibration rows is not finite, its matrices are; quantise "
+                "with other --calibration text, or with --device cpu if this was a GPU"
+            )
         return Seen(
             gate_up=damped(filled_up(_mean(x, weights), len(row), self._mean_of_all)),
             down=damped(filled_up(_mean(hidden, weights), len(row))),
             rows=len(row),
-            energy=float(output.square().sum()) / len(self._rows),
+            energy=energy,
         )
 
     @cached_property

@@ -117,7 +117,7 @@ class _Run:
         for number, layer in self._each_layer():
             inputs = self._walk.attention(layer)
             if not bool(torch.isfinite(inputs).all()):
-                raise CheckpointError(f"{self._checkpoint.path}: the rows that enter layer {number} are not finite")
+                raise self._not_finite(number)
             name = _layer_file(number)
             if isinstance(layer.ffn, MoeWeights):
                 self._walk.add(self._sparse_layer(number, layer.ffn, inputs))
@@ -126,6 +126,20 @@ class _Run:
                 if not self._manifest.done(name):
                     write_shard(self._manifest.folder / name, self._plain_tensors(number))
                     self._manifest.add(name)
+
+    def _not_finite(self, number: int) -> CheckpointError:
+        """What is to blame for rows in layer `number` that are no numbers."""
+        for layer in (number - 1, number):
+            for name, tensor in self._plain_tensors(layer).items():
+                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                    return CheckpointError(
+                        f"{name} has values that are not finite; fetch the file that holds it again ({INDEX_FILE} "
+                        "names it)"
+                    )
+        return CheckpointError(
+            f"{self._checkpoint.path}: the rows that enter layer {number} are not finite, the weights there are; "
+            "quantise with other --calibration text, or with --device cpu if this was a GPU"
+        )
 
     def _each_layer(self) -> Iterator[tuple[int, LayerWeights]]:
         """Every layer of the trunk, then the MTP layer, behind whose entrance the rows then stand."""
