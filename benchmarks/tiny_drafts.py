@@ -10,21 +10,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
-import queue
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tfglm.bundled import DRAFTER, MODEL
-from tfglm.checkpoint.store import Checkpoint
+from tiny_model import DSPARK, ask, hardware, served
+
 from tfglm.checks.problem import Problem
 from tfglm.checks.suite import problem
-from tfglm.cli.loading import load
-from tfglm.cli.serving import Session
-from tfglm.engine.api import Event, Finished, GenerationRequest, SamplingParams, Snapshot
+from tfglm.engine.api import Finished, GenerationRequest, SamplingParams, Snapshot
 from tfglm.server.state import Served
 from tfglm.settings import Settings
 
@@ -33,31 +28,25 @@ WAYS: dict[str, dict[str, Any]] = {
     "copies": {"drafter": "none", "copy": True},
     "mtp": {"drafter": "mtp", "copy": False},
     "mtp, copies": {"drafter": "mtp", "copy": True},
-    "dspark": {"drafter": "dspark", "drafter_path": str(DRAFTER), "copy": False},
-    "dspark, copies": {"drafter": "dspark", "drafter_path": str(DRAFTER), "copy": True},
+    "dspark": {**DSPARK, "copy": False},
+    "dspark, copies": {**DSPARK, "copy": True},
 }
 CATEGORIES = ("arithmetic", "ledger", "python", "json")
 
 
-def ask(served: Served, one: Problem, number: int, sampling: SamplingParams) -> Finished:
-    ids = served.tokenizer.encode(served.template.render(one.messages, tools=list(one.tools)))
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    request = GenerationRequest(f"q{number}", ids, sampling, max_tokens=400, starts_in_reasoning=True)
-    served.engine.submit(request, events.put)
-    while True:
-        event = events.get(timeout=300)
-        if isinstance(event, Finished):
-            return event
+def answered(model: Served, one: Problem, number: int, sampling: SamplingParams) -> Finished:
+    ids = model.tokenizer.encode(model.template.render(one.messages, tools=list(one.tools)))
+    return ask(model, GenerationRequest(f"q{number}", ids, sampling, 400, starts_in_reasoning=True)).end
 
 
-def measured(served: Served, count: int, temperature: float) -> dict[str, Any]:
-    before = served.engine.snapshot()
+def measured(model: Served, count: int, temperature: float) -> dict[str, Any]:
+    before = model.engine.snapshot()
     tokens, milliseconds, by_category = 0, 0.0, {}
     for category in CATEGORIES:
         spent, made = 0.0, 0
         for number in range(count):
             sampling = SamplingParams(temperature=temperature, top_p=0.95, seed=number)
-            finished = ask(served, problem(category, 700_000 + number, 0), number, sampling)
+            finished = answered(model, problem(category, 700_000 + number, 0), number, sampling)
             made += finished.usage.completion_tokens
             spent += finished.timings.predicted_ms
         by_category[category] = round(1000 * made / spent, 1)
@@ -65,9 +54,9 @@ def measured(served: Served, count: int, temperature: float) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "tokens_a_second": round(1000 * tokens / milliseconds, 1),
-        "tokens_a_round": round(tokens / (served.engine.snapshot().rounds - before.rounds), 2),
+        "tokens_a_round": round(tokens / (model.engine.snapshot().rounds - before.rounds), 2),
         "by_category": by_category,
-        "drafts": by_slot(before, served.engine.snapshot()),
+        "drafts": by_slot(before, model.engine.snapshot()),
     }
 
 
@@ -90,23 +79,15 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for name, given in WAYS.items():
-        settings = Settings.from_sources(
-            {"device": "cpu", "threads": args.threads, "context": 2048, "parallel": 1, **given}
-        )
-        session = Session(None)
-        with Checkpoint.open(MODEL) as checkpoint:
-            served = load(checkpoint, settings, session)
-            ask(served, problem("ledger", 600_000, 0), 0, SamplingParams(temperature=0.0))  # warm
+        with served(args.threads, **given) as model:
+            answered(model, problem("ledger", 600_000, 0), 0, SamplingParams(temperature=0.0))  # warm
             for temperature in (0.0, 0.6):
                 started = time.monotonic()
-                figures = measured(served, args.count, temperature)
+                figures = measured(model, args.count, temperature)
                 results.append({"drafts_by": name, "temperature": temperature, **figures})
                 print(name, temperature, figures["tokens_a_second"], round(time.monotonic() - started, 1), flush=True)
-        assert session.engine is not None
-        session.engine.stop()
     facts = {
-        "command": f"python {' '.join(sys.argv)}",
-        "hardware": f"{platform.machine()}, {args.threads} threads",
+        **hardware(args.threads),
         "settings": {name: dataclasses.asdict(Settings())[name] for name in ("draft_noise", "kv")},
         "results": results,
     }
