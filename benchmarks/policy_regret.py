@@ -1,6 +1,6 @@
 """How far the policy is from the best fixed number of drafts, on traces of the tiny trained model.
 
-    PYTHONPATH=. python benchmarks/policy_regret.py [--out benchmarks/results/policy_regret.json] [--count 12] [--threads 2]
+    PYTHONPATH=. python benchmarks/policy_regret.py [--out benchmarks/results/policy_regret.json] [--count 12]
 
 Every position of serial replies (problems of the test set and edits, thinking on, greedy and at temperature 0.6) is
 drafted for by the MTP layer and by DSpark. The traces are replayed as one server's life, from nothing learned: under
