@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tfglm.cache.disk import HEADER_BYTES, PageStore
+from tfglm.cache.leftovers import other_folders, rank_folder
 from tfglm.errors import ConfigError
 
 PAYLOAD = 1000
@@ -200,3 +201,30 @@ def test_kill_9_at_any_moment_loses_at_most_the_page_being_written(tmp_path: Pat
         assert key(done + 2) not in store and not list(tmp_path.glob("*.tmp"))
         store.close()
     assert done >= 7
+
+
+def test_what_ranks_of_another_number_left_counts_and_goes_first(tmp_path: Path) -> None:
+    """Nobody reads it any more: it would stay for ever."""
+    for rank in range(3):
+        old = store_in(rank_folder(tmp_path, rank, 3))
+        write_text(old, 2, rank)
+        old.close()
+    (rank_folder(tmp_path, 0, 3) / "note.txt").write_text("of somebody else")
+    used = store_in(rank_folder(tmp_path, 0, 4))  # by a server that runs beside this one
+    write_text(used, 1)
+    own = rank_folder(tmp_path, 1, 2)
+    store = PageStore(own, WHO, PAYLOAD, limit=8 * FILE, keep_free=0, beside=other_folders(tmp_path, 2))
+    left = []
+    for number in range(10):
+        store.write(key(number, 9), key(number - 1, 9) if number else ROOT, page(number, 9))
+        left.append(sum(file.stat().st_size for file in tmp_path.glob("rank?of[23]/*.page")))
+    assert left == [7 * FILE, *[8 * FILE] * 9] and not list(tmp_path.glob("rank?of3/*.page"))
+    assert len(files(own)) == 8 and len(files(rank_folder(tmp_path, 0, 4))) == 1
+    assert (rank_folder(tmp_path, 0, 3) / "note.txt").exists()
+    used.close()
+
+
+def test_a_disk_without_a_folder_has_no_leftovers(tmp_path: Path) -> None:
+    assert other_folders(tmp_path / "none", 1) == []
+    (tmp_path / "rank0of2").write_text("no folder")
+    assert other_folders(tmp_path, 1) == []

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from tfglm.cache.leftovers import Leftovers
 from tfglm.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -56,12 +57,22 @@ class _Entry:
 
 class PageStore:
     """Files of pages of `payload` bytes, of at most `limit` bytes in all, leaving `keep_free` bytes of the disk free;
-    the least recently used that no other follows goes first. Any thread may call anything.
+    the least recently used that no other follows goes first, and before it the files in the folders `beside` this one,
+    which count too. Any thread may call anything.
 
     identity: 32 bytes. Raises ConfigError for a folder that cannot be used or that another process uses.
     """
 
-    def __init__(self, folder: Path, identity: bytes, payload: int, *, limit: int, keep_free: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: bytes,
+        payload: int,
+        *,
+        limit: int,
+        keep_free: int,
+        beside: Sequence[Path] = (),
+    ) -> None:
         self._folder, self._identity, self._payload = folder, identity, payload
         self._limit, self._keep_free = limit, keep_free
         self._lock = threading.Lock()
@@ -74,12 +85,13 @@ class PageStore:
             folder.mkdir(parents=True, exist_ok=True)
             self._owner = _owned(folder / "lock")
             self._scan()
+            self._leftovers = Leftovers(beside)
         except OSError as error:
             raise ConfigError(f"--disk-cache: {folder} cannot be used: {error.strerror}") from None
 
     @property
     def used(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files in its folder."""
         return self._used
 
     def __contains__(self, key: bytes) -> bool:
@@ -212,7 +224,9 @@ class PageStore:
 
     def _make_room(self, nbytes: int, spare: bytes) -> bool:
         """Whether a file of `nbytes` bytes fits, after removing what has to go but the page it follows."""
-        while self._used + nbytes > self._limit or self._free() - nbytes < self._keep_free:
+        while self._used + self._leftovers.used + nbytes > self._limit or self._free() - nbytes < self._keep_free:
+            if self._leftovers.drop():
+                continue
             victim = next((key for key in self._entries if key[:16] not in self._followers and key[:16] != spare), None)
             if victim is None:
                 if not self._full:

@@ -12,6 +12,7 @@ from tfglm.cache.disk import PageStore
 from tfglm.cache.identity import code_digest, identity
 from tfglm.cache.kept import KeptStates
 from tfglm.cache.latent import LayerPlanes
+from tfglm.cache.leftovers import other_folders, rank_folder
 from tfglm.cache.pages import PAGE
 from tfglm.cache.ranked_disk import DiskFollower, RankedDiskTier
 from tfglm.cache.tier import DiskTier, Pages
@@ -78,10 +79,12 @@ def _store(checkpoint: Path, model: Glm53, pages: Pages, settings: Settings) -> 
     """The files of this rank's pages, and the identity of what they hold."""
     group = model.group
     known = identity(checkpoint, _facts(model, settings) | {"bytes": pages.nbytes})
+    parent = Path(settings.disk_cache)
     store = PageStore(
-        Path(settings.disk_cache) / f"rank{group.rank}of{group.ranks}",
+        rank_folder(parent, group.rank, group.ranks),
         known,
         pages.nbytes,
+        beside=other_folders(parent, group.ranks),
         limit=round(settings.disk_cache_gib * GIB),
         keep_free=round(settings.disk_keep_free_gib * GIB),
     )
