@@ -143,9 +143,10 @@ class Settings:
     )
     disk_cache_gib: float = _setting(64.0, "largest size in GiB of the disk cache", low=0, high=65536)
     disk_keep_free_gib: float = _setting(
-        100.0,
-        "space in GiB that the disk cache leaves free on its disk; with less free it stores nothing",
-        low=0,
+        -1.0,
+        "space in GiB that the disk cache leaves free on its disk; with less free it stores nothing; -1 takes a tenth "
+        "of the disk, at most 100",
+        low=-1,
         high=65536,
     )
     guard_gib: float = _setting(

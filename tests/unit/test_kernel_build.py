@@ -143,6 +143,14 @@ def test_a_second_build_compiles_nothing(
     assert nvrtc.compile("many", "sm_90", {"B": "2", "A": "1"}, tmp_path / "cache").from_cache
 
 
+@pytest.mark.parametrize("name", ["good", "good.cu", "tfglm/kernels/good.cu"])
+def test_a_file_is_named_with_or_without_its_ending(kernels: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    checked: list[object] = []
+    monkeypatch.setattr(nvrtc, "check", lambda **what: checked.append(what["only"]))
+    assert main(["kernels", "check", name]) == 0
+    assert checked == ["good"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

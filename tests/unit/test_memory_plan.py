@@ -215,6 +215,10 @@ def test_flash_refuses_what_it_cannot_have() -> None:
 def test_two_windows_of_a_million_tokens_fit_and_three_do_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "flash", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
+    assert main(["plan", "--preset", "flash", "--kv", "bf16", "--parallel", "1"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("reckoned with --ranks 2 --context 1048576 --parallel 1 --kv bf16 --dense q8 --head q8 ")
+    assert said.endswith("--available-gib 109.0")
     assert main(["plan", "--preset", "flash", "--parallel", "3"]) == 1
     assert "E_MEMORY" in capsys.readouterr().err
 

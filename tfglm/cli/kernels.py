@@ -70,9 +70,10 @@ def run_check(args: argparse.Namespace) -> int:
     """1 if a limit is broken, else 0. Raises TfglmError."""
     from tfglm.ops import nvrtc
 
-    if args.name not in (None, "all", *nvrtc.names()):
+    name = args.name and Path(args.name).name.removesuffix(".cu")
+    if name not in (None, "all", *nvrtc.names()):
         raise ConfigError(f"there is no kernel file {args.name!r}; there are {', '.join(nvrtc.names())}, all")
-    only = None if args.name == "all" else args.name
+    only = None if name == "all" else name
     return 1 if nvrtc.check(only=only, every=args.name is not None) else 0
 
 

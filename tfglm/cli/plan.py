@@ -106,9 +106,20 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(plan, settings, refusal), indent=2))
     else:
         _print(plan, settings)
+        if args.preset is not None:
+            print(f"reckoned with {_assumed(args.preset, settings)}")
     if refusal and not args.json:
         raise MemoryShortError(refusal)
     return 1 if refusal else 0
+
+
+def _assumed(preset: str, settings: Settings) -> str:
+    """The settings of a preset as they were reckoned with, as one would give them."""
+    words = []
+    for name in PRESETS[preset]:
+        value = getattr(settings, name)
+        words.append(f"{flag_name(name)} {int(value) if isinstance(value, bool) else value}")
+    return " ".join(words)
 
 
 def as_json(plan: Plan, settings: Settings, refusal: str) -> dict[str, Any]:

@@ -50,13 +50,14 @@ def prompt_states(
         return PromptStates(KeptStates(model.cache.pool, kept_pages), replies=replies)
     pages = Pages([*model.cache.layers, *beside])
     store, known = _store(checkpoint, model, pages, settings)
-    free = shutil.disk_usage(settings.disk_cache).free / GIB
-    if free < settings.disk_keep_free_gib:
+    free, keep = shutil.disk_usage(settings.disk_cache).free / GIB, keep_free(settings) / GIB
+    if free < keep:
         log.warning(
-            "W_DISK_CACHE: %s has %.1f GiB free and --disk-keep-free-gib is %.1f: nothing new is stored there",
+            "W_DISK_CACHE: %s has %.1f GiB free and --disk-keep-free-gib is %.1f: nothing new is stored there before "
+            "it has more",
             settings.disk_cache,
             free,
-            settings.disk_keep_free_gib,
+            keep,
         )
     kept = KeptStates(model.cache.pool, kept_pages, known)
     if model.group.ranks > 1:
@@ -86,9 +87,19 @@ def _store(checkpoint: Path, model: Glm53, pages: Pages, settings: Settings) -> 
         pages.nbytes,
         beside=other_folders(parent, group.ranks),
         limit=round(settings.disk_cache_gib * GIB),
-        keep_free=round(settings.disk_keep_free_gib * GIB),
+        keep_free=keep_free(settings),
     )
     return store, known
+
+
+def keep_free(settings: Settings) -> int:
+    """Bytes that the disk cache leaves free on its disk."""
+    if settings.disk_keep_free_gib >= 0:
+        return round(settings.disk_keep_free_gib * GIB)
+    folder = Path(settings.disk_cache)
+    while not folder.exists():  # it is made later
+        folder = folder.parent
+    return min(100 * GIB, shutil.disk_usage(folder).total // 10)
 
 
 def _facts(model: Glm53, settings: Settings) -> dict[str, object]:
