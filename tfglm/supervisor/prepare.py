@@ -7,8 +7,10 @@ server blocks whoever touches the mount for as long as it is dead.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -145,9 +147,12 @@ def is_mounted(mount: str, sysroot: Path = Path("/")) -> bool:
 
 
 def _readable(path: Path) -> str:
-    """Why a file cannot be read; empty if its first byte can."""
+    """Why a file cannot be read; empty if its first byte can. Not out of this node's own memory, which has it a while
+    after an NFS server has gone: an engine would start, and wait for a dead mount while it loads."""
     try:
         with path.open("rb") as file:
+            with contextlib.suppress(OSError):  # a pipe has no pages
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return "" if file.read(1) else "it is empty"
     except OSError as error:
         return error.strerror or str(error)
