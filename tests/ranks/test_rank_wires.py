@@ -164,10 +164,25 @@ def test_wires_have_names() -> None:
         open_wire("string", controls_in_process(1)[0])
 
 
-def test_a_wire_that_is_asked_for_is_taken() -> None:
-    assert chosen_wire(Settings(wire="gloo"), one_machine=True) == "gloo"
-    assert chosen_wire(Settings(), one_machine=True) == "shared"
-    assert chosen_wire(Settings(), one_machine=False) == "gloo"
+@pytest.mark.parametrize(
+    ("settings", "gpus", "here", "elsewhere"),
+    [
+        ({"wire": "gloo", "device": "cuda"}, 8, "gloo", "gloo"),
+        ({"device": "cpu"}, 8, "shared", "gloo"),
+        ({"device": "cuda"}, 3, "nccl", "nccl"),
+        ({"device": "cuda"}, 2, "shared", "nccl"),  # of three ranks on one machine two would share a GPU
+        ({"device": "auto"}, 0, "shared", "gloo"),
+    ],
+)
+def test_a_wire_is_asked_for_or_chosen(
+    settings: dict[str, str], gpus: int, here: str, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    asked = Settings(ranks=3, **settings)
+    assert [chosen_wire(asked, one_machine=one) for one in (True, False)] == [here, elsewhere]
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    assert "nccl" not in [chosen_wire(asked, one_machine=one) for one in (True, False)]
 
 
 # -- shared memory alone
