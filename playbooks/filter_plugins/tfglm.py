@@ -254,5 +254,6 @@ class FilterModule:
             "tfglm_member": member,
             "tfglm_dependencies": dependencies,
             "tfglm_plan_environment": _filter(provision.plan_environment),
+            "tfglm_as_variables": _filter(provision.as_variables),
             "tfglm_unpinned": _filter(provision.unpinned),
         }

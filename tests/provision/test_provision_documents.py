@@ -94,6 +94,13 @@ def test_the_inventory_goes_before_the_profile_and_secrets_stay_out() -> None:
     assert found == {"context": "2000", "kv": "fp4", "cp": "1", "copy": "0"}
 
 
+def test_settings_are_named_as_the_inventory_has_them() -> None:
+    said = "--context 4096 fits; --kept-gib 0 saves 1.00 GiB; --cp 1 too; see --help, hf --quiet and a--kv"
+    assert provision.as_variables(said) == (
+        "tfglm_context 4096 fits; tfglm_kept_gib 0 saves 1.00 GiB; tfglm_cp 1 too; see --help, hf --quiet and a--kv"
+    )
+
+
 def test_a_misspelt_variable_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tfglm_contxt .* did you mean tfglm_context\?"):
         provision.require_known(["tfglm_contxt"], [])
@@ -118,10 +125,16 @@ def test_the_plan_reckons_with_the_machine_that_has_least() -> None:
 
 def test_plan_and_state_in_lines() -> None:
     sizes = dict.fromkeys(("weights", "caches", "buffers", "need", "available", "lowest_free"), 2**30)
-    plan = {"ranks": [{"rank": 0, **sizes}], "fits": False, "refusal": "too much", "context": 5, "largest_context": 3}
+    plan = {
+        "ranks": [{"rank": 0, **sizes}],
+        "fits": False,
+        "refusal": "--kv fp4 saves",
+        "context": 5,
+        "largest_context": 3,
+    }
     assert provision.plan_lines(plan, ["s0"]) == [
         "rank 0 on s0: weights 1.00, caches 1.00, buffers 1.00, need 1.00, available 1.00, lowest free 1.00 GiB",
-        "window of 5 tokens, largest 3: too much",
+        "window of 5 tokens, largest 3: tfglm_kv fp4 saves",
     ]
     figures = {"available_gib": 9.5, "low_gib": 8.0, "tok_s": 31.3}
     ranks = [{"rank": 0, "name": "s0", "phase": "serving", "reason": "", **figures}]

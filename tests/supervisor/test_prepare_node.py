@@ -71,7 +71,7 @@ async def test_a_plan_that_does_not_fit_is_refused_with_figures(tmp_path: Path) 
         await preparation(tmp_path, said).memory()
     assert refused.value.exit is Exit.MEMORY
     words = (
-        "E_MEMORY: memory: rank 0 needs 3.00 GiB and 0.50 must stay free, 2.00 are available; context 4096 would fit"
+        "E_MEMORY: memory: rank 0 needs 3.00 GiB and 0.50 must stay free, 2.00 are available; --context 4096 fits"
     )
     assert words in str(refused.value)
     plan(tmp_path, lowest_free=2**30)

@@ -45,7 +45,7 @@ def test_a_gpu_that_cannot_serve_is_refused_when_asked_for(gpu, capability: tupl
 @pytest.mark.parametrize(
     ("capability", "formats", "words"),
     [
-        ((9, 0), ("fp32", "bf16", "bf16"), "kv is 'fp32'; supported on device cuda.*--device cpu has it"),
+        ((9, 0), ("fp32", "bf16", "bf16"), "--kv is 'fp32'; --device cuda has .*--device cpu has it"),
         (None, ("bf16", "q4", "bf16"), "dense is 'q4'"),
         (None, ("bf16", "bf16", "fp8"), "head is 'fp8'"),
     ],

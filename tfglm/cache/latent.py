@@ -48,7 +48,7 @@ class LatentCache:
 
     def __init__(self, config: ModelConfig, tokens: int, kv: str, ranks: int = 1) -> None:
         if kv not in CPU_FORMATS:
-            raise ConfigError(f"kv is {kv!r}; supported: {', '.join(CPU_FORMATS)}")
+            raise ConfigError(f"--kv is {kv!r}; a CPU has {', '.join(CPU_FORMATS)}")
         if tokens < 1:
             raise ConfigError(f"the cache has room for {tokens} tokens; at least 1 is needed")
         pages = pages_for(tokens)

@@ -19,14 +19,14 @@ def choose_device(device: str, kv: str, dense: str, head: str) -> str:
     """
     problem = "" if device == "cpu" else _gpu_problem()
     if device == "cuda" and problem:
-        raise ConfigError(f"device is 'cuda', but {problem}; supported here: cpu")
+        raise ConfigError(f"--device is 'cuda', but {problem}; supported here: cpu")
     chosen = "cpu" if device == "cpu" or problem else "cuda"
     formats = [kind.value for kind in KvFormat]
     if chosen == "cuda" and kv not in formats:
-        raise ConfigError(f"kv is {kv!r}; supported on device cuda: {', '.join(formats)}; --device cpu has it")
+        raise ConfigError(f"--kv is {kv!r}; --device cuda has {', '.join(formats)}; --device cpu has it")
     for name, value in (("dense", dense), ("head", head)):
         if chosen == "cpu" and value != "bf16":
-            raise ConfigError(f"{name} is {value!r}; a CPU computes with what the checkpoint holds: leave it at bf16")
+            raise ConfigError(f"--{name} is {value!r}; a CPU computes with what the checkpoint holds: leave it at bf16")
     return chosen
 
 

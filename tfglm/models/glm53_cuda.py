@@ -240,10 +240,10 @@ def load(
     """The model, or the source's part of it, on torch's current GPU. Raises ConfigError where there is none or a format
     is unknown."""
     if not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch sees no NVIDIA GPU; supported here: cpu")
+        raise ConfigError("--device is 'cuda', but torch sees no NVIDIA GPU; supported here: cpu")
     formats = [kind.value for kind in KvFormat]
     if kv not in formats:
-        raise ConfigError(f"kv is {kv!r}; supported on a GPU: {', '.join(formats)}")
+        raise ConfigError(f"--kv is {kv!r}; a GPU has {', '.join(formats)}")
     ops = CudaOps(Precision(KvFormat(kv), dense, head), torch.device("cuda", torch.cuda.current_device()))
     weights = load_weights(config, source, ops, partial=group is not None and group.ranks > 1)
     return CudaGlm53(config, weights, ops, tokens=tokens, graphs=graphs, group=group, cp=cp)

@@ -44,7 +44,7 @@ def load_model(
     MemoryShortError, RanksError.
     """
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}; supported: cpu, cuda")
+        raise ConfigError(f"--device is {device!r}; supported: cpu, cuda")
     group = group or Alone()
     config = checkpoint.config
     share = Share(Layout.of(config, group.ranks, placement), group.rank)

@@ -94,9 +94,9 @@ def place(device: str, config: ModelConfig, tokens: int) -> Place:
     Raises ConfigError for a device that is not there.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}; supported: auto, cpu, cuda")
+        raise ConfigError(f"--device is {device!r}; supported: auto, cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch sees no NVIDIA GPU; supported here: cpu")
+        raise ConfigError("--device is 'cuda', but torch sees no NVIDIA GPU; supported here: cpu")
     if device == "cpu" or not torch.cuda.is_available():
         return CpuPlace(config, tokens)
     return CudaPlace(config, tokens)

@@ -105,7 +105,7 @@ class Preparation:
         largest = plan["largest_context"]
         return (
             f"memory: rank {self._node.rank} needs {need:.2f} GiB and {floor:.2f} must stay free, {available:.2f} are "
-            f"available; {f'context {largest} would fit' if largest else 'no window fits'}"
+            f"available; {f'--context {largest} fits' if largest else 'no window fits'}"
         )
 
     async def _plan(self) -> dict[str, Any]:

@@ -62,9 +62,19 @@ def engine_settings(variables: Mapping[str, Any], preset: Mapping[str, Any] | No
     try:
         Settings.from_sources(given, environ={})
     except ConfigError as error:
-        flagged = re.sub(r"--([a-z-]+)", lambda m: PREFIX + m[1].replace("-", "_"), error.message, count=1)
-        raise ConfigError(flagged) from None
+        raise ConfigError(as_variables(error.message)) from None
     return {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in given.items()}
+
+
+def as_variables(message: str) -> str:
+    """A message of tfglm, which names settings as flags (--kept-gib), in an inventory's words (tfglm_kept_gib)."""
+    known = setting_variables()
+
+    def variable(match: re.Match[str]) -> str:
+        name = PREFIX + match[1].replace("-", "_")
+        return name if name in known else match[0]
+
+    return re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)", variable, message)
 
 
 def unpinned(repository: str, revision: str, what: str, hub: str) -> str:
@@ -192,7 +202,7 @@ def plan_lines(plan: Mapping[str, Any], machines: Sequence[str]) -> list[str]:
         }
         figures = ", ".join(f"{name.replace('_', ' ')} {size:.2f}" for name, size in sizes.items())
         lines.append(f"rank {rank['rank']} on {machine}: {figures} GiB")
-    fits = "fits" if plan["fits"] else plan["refusal"]
+    fits = "fits" if plan["fits"] else as_variables(plan["refusal"])
     return [*lines, f"window of {plan['context']} tokens, largest {plan['largest_context']}: {fits}"]
 
 
