@@ -1,4 +1,4 @@
-"""Three Sparks with both PCIe twins of every cable, as trees of files: from what a machine shows to what its rank runs."""
+"""Three Sparks with both PCIe twins of every cable, as trees of files: from what they show to what their ranks run."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -140,8 +140,8 @@ def test_what_a_gb10_does_not_answer_is_unknown_and_no_refusal(tmp_path: Path, w
     facts = read_facts(root) | {"memory": {"budget": 0, "unusable": 0}}
     found = [str(finding) for finding in judge("spark1", facts, Wanted())]
     assert found == [
-        "E_MEMORY: spark1: process 4711 (python3) is on its GPU with memory unknown. Stop it: GPU and processor share one "
-        "memory"
+        "E_MEMORY: spark1: process 4711 (python3) is on its GPU with memory unknown. Stop it: GPU and processor share "
+        "one memory"
     ]
     write(root, "proc/4711/cgroup", "0::/system.slice/system-tfglm.slice/tfglm@1.service\n")
     facts = read_facts(root) | {"memory": {"budget": 0, "unusable": 0}}

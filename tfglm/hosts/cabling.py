@@ -156,18 +156,18 @@ def fabric_problems(machines: Machines, rails: Sequence[Rail], mtu: int) -> list
 
 
 def _half_cables(machines: Machines, rails: Sequence[Rail]) -> list[str]:
-    """Cables of which one twin alone is a rail: each twin has a PCIe link of its own, with half of the cable's width."""
+    """Cables of which one twin alone is a rail: each twin has a PCIe link of its own, half of what the cable carries."""
     used = {(machine, rail.end(machine)[0]) for rail in rails for machine in (rail.a, rail.b)}
     problems = []
-    for rail, machine in ((rail, machine) for rail in rails for machine in (rail.a, rail.b)):
-        netdev, _, peer, _ = rail.end(machine)
+    for machine, (netdev, _, peer, _) in ((name, rail.end(name)) for rail in rails for name in (rail.a, rail.b)):
         cable = next((port.cable for port in machines[machine] if port.netdev == netdev), "")
         for twin in machines[machine]:
             if twin.cable == cable and (machine, twin.netdev) not in used:
                 problems.append(
                     f"W_FABRIC: {machine} {twin.netdev}, the twin of {netdev}, has "
-                    f"{', '.join(twin.addresses) or 'no address'} and no peer in its subnet: the cable to {peer} carries "
-                    f"half of what it could. Give both twins of both ends addresses, or set tfglm_fabric_mode=manage"
+                    f"{', '.join(twin.addresses) or 'no address'} and no peer in its subnet: the cable to {peer} "
+                    f"carries half of what it could. Give both twins of both ends addresses, or set "
+                    f"tfglm_fabric_mode=manage"
                 )
     return problems
 
