@@ -156,7 +156,7 @@ def fabric_problems(machines: Machines, rails: Sequence[Rail], mtu: int) -> list
 
 
 def _half_cables(machines: Machines, rails: Sequence[Rail]) -> list[str]:
-    """Cables of which one twin alone is a rail: each twin has a PCIe link of its own, half of what the cable carries."""
+    """Cables of which one twin alone is a rail: each twin has its own PCIe link, half of what the cable carries."""
     used = {(machine, rail.end(machine)[0]) for rail in rails for machine in (rail.a, rail.b)}
     problems = []
     for machine, (netdev, _, peer, _) in ((name, rail.end(name)) for rail in rails for name in (rail.a, rail.b)):
