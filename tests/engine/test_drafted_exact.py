@@ -259,10 +259,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Checkpoint) -> Glm53:
+def model(tiny: Checkpoint, device: str) -> Glm53:
     """With flatter logits than its checkpoint's, so that noise decides much and random drafters are often right."""
     torch.set_num_threads(2)
-    loaded = load_model(tiny, tokens=8192)
+    loaded = load_model(tiny, tokens=8192, device=device)
     loaded.weights.head.mul_(0.3)
     return loaded
 

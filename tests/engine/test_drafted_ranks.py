@@ -110,28 +110,28 @@ def test_drafts_of_ranks_are_those_of_one(kind: str, ranks: int, cp: bool, tiny:
 
 
 @contextmanager
-def flat_models(tiny: Checkpoint, kind: str, settings: Settings, cp: bool) -> Iterator[Glm53]:
+def flat_models(tiny: Checkpoint, kind: str, settings: Settings, cp: bool, device: str = "cpu") -> Iterator[Glm53]:
     """Rank 0's of three, with flat logits: noise decides much, and random drafters are often right."""
     handlers = following(kind, settings) if kind != "none" else None
-    with spread(tiny, 3, handlers=handlers, tokens=8192, cp=cp) as models:
+    with spread(tiny, 3, handlers=handlers, tokens=8192, cp=cp, device=device) as models:
         for model in models:
             model.weights.head.mul_(0.3)
         yield models[0]
 
 
 @pytest.fixture(scope="module")
-def serial(tiny: Checkpoint) -> Outcomes:
+def serial(tiny: Checkpoint, device: str) -> Outcomes:
     """The replies of three ranks to REQUESTS requests without drafts."""
-    with flat_models(tiny, "none", Settings(), cp=False) as model:
+    with flat_models(tiny, "none", Settings(), False, device) as model:
         return real_outcomes(model, Tokenizer.from_folder(tiny.path), real_requests(REQUESTS), None, 8)[0]
 
 
 def drafted_on_three(
-    kind: str, settings: Settings, wanted: Sequence[GenerationRequest], tiny: Checkpoint, cp: bool
+    kind: str, settings: Settings, wanted: Sequence[GenerationRequest], tiny: Checkpoint, cp: bool, device: str
 ) -> tuple[Outcomes, Engine]:
     """With copies too."""
     tokenizer = Tokenizer.from_folder(tiny.path)
-    with flat_models(tiny, kind, settings, cp) as model:
+    with flat_models(tiny, kind, settings, cp, device) as model:
         drafter = load_drafter(kind, tiny, model, settings)
         drafting = Drafting(Speculator(drafter, Policy(FREE), copy=True, vocab_size=tokenizer.vocab_size))
         return real_outcomes(model, tokenizer, wanted, drafting, 5)
@@ -139,14 +139,13 @@ def drafted_on_three(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_requests_drafted_on_three_ranks_are_serial(
-    kind: str, tiny: Checkpoint, tmp_path: Path, serial: Outcomes
+    kind: str, tiny: Checkpoint, device: str, tmp_path: Path, serial: Outcomes
 ) -> None:
     """Each drafter has its third of the requests. Every seventh asks for logprobs, every eleventh has a stop string;
     outcomes hold both, and how many tokens were counted. What was verified and kept adds up over sources and slots."""
     part = slice(KINDS.index(kind), None, len(KINDS))
-    drafted, engine = drafted_on_three(
-        kind, chosen(kind, tmp_path, tiny), real_requests(REQUESTS)[part], tiny, cp=False
-    )
+    settings = chosen(kind, tmp_path, tiny)
+    drafted, engine = drafted_on_three(kind, settings, real_requests(REQUESTS)[part], tiny, False, device)
     assert drafted == serial[part]
     snapshot = engine.snapshot()
     counts = {(one.source, one.slot): one for one in snapshot.drafts}
@@ -158,11 +157,11 @@ def test_random_requests_drafted_on_three_ranks_are_serial(
         assert slot == 0 or one.drafted <= counts[source, slot - 1].drafted
 
 
-def test_random_requests_drafted_with_caches_cut_by_context_are_serial(tiny: Checkpoint) -> None:
+def test_random_requests_drafted_with_caches_cut_by_context_are_serial(tiny: Checkpoint, device: str) -> None:
     wanted = real_requests(40)
-    with flat_models(tiny, "none", Settings(), cp=True) as model:
+    with flat_models(tiny, "none", Settings(), True, device) as model:
         serial, _ = real_outcomes(model, Tokenizer.from_folder(tiny.path), wanted, None, 8)
-    drafted, engine = drafted_on_three("mtp", Settings(kv="fp32"), wanted, tiny, cp=True)
+    drafted, engine = drafted_on_three("mtp", Settings(kv="fp32"), wanted, tiny, True, device)
     assert drafted == serial
     assert engine.snapshot().accepted_tokens > 5
 
