@@ -17,6 +17,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from processes import DEVICE, ServerProcess
 
 from tfglm.checkpoint.config import GenerationDefaults
@@ -36,6 +37,9 @@ END_S = 25.0
 missed, 1 until that is looked at, 4 for last words), and as much again on a busy one."""
 TEXT = "The sea is wide and the boats are small. " * 100
 
+two_gpus = pytest.mark.skipif(
+    DEVICE["TFGLM_DEVICE"] != "cuda" or torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks"
+)
 on_cpu = pytest.mark.skipif(DEVICE["TFGLM_DEVICE"] != "cpu", reason="compares with ranks on a CPU")
 
 
@@ -145,6 +149,25 @@ def test_a_served_reply_is_that_of_ranks_in_one_process(checkpoint: Path) -> Non
         engine.stop()
     assert served == replies
     assert len(set(served)) == 2
+
+
+@two_gpus
+def test_ranks_with_a_gpu_each_reply_over_nccl_as_through_host_memory(checkpoint: Path) -> None:
+    """The same sums in the same order, here in captured windows and there launched; and both end in order."""
+    replies = {}
+    samplings = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}]
+    for asked, wire in (("auto", "nccl"), ("shared", "shared")):
+        with ServerProcess(*SERVE, checkpoint, "--ranks", "2", *SMALL, "--wire", asked) as server:
+            server.wait_for(f"(tensors travel through {wire})")
+            url, pids = serving(server), list(ranks_of(server).values())
+            for draft in (True, False):
+                fields = {"prompt": TEXT[:500], "max_tokens": 80, "extra_body": {"ignore_eos": True, "draft": draft}}
+                replies[wire, draft] = [complete(url, **fields, **how).choices[0].text for how in samplings]
+            server.send(signal.SIGTERM)
+            assert server.ended() == 0, server.lines
+            assert gone(pids), server.lines
+        assert not any("still in use" in line for line in server.lines), server.lines
+    assert len({tuple(both) for both in replies.values()}) == 1, replies
 
 
 @on_cpu
@@ -259,6 +282,46 @@ def test_a_rank_lost_while_nothing_runs(checkpoint: Path, number: int) -> None:
         serving(server)
         os.kill(ranks_of(server)[1], number)
         assert_ended(server, 1, time.monotonic(), [])
+
+
+LATE = """
+import os, time
+if os.environ.get("TFGLM_RANK") == "2":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_leader_that_is_stopped_while_the_ranks_meet(
+    checkpoint: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Those that have joined are told, and those that have not come are not waited for."""
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", *SMALL, environ={"PYTHONPATH": path}) as server:
+        server.wait_for("(rank 1 .* has joined)")
+        pids = list(ranks_of(server).values())
+        assert len(pids) == 2
+        began = time.monotonic()
+        server.send(number)
+        assert server.ended(60) == 0, server.lines
+        assert time.monotonic() - began < 4.0  # 1.3 on a machine with a core for each
+        assert gone(pids)
+    assert "rank 1: tfglm: E_RANKS: rank 0 was stopped before it was idle" in server.lines, server.lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_is_stopped_while_the_ranks_meet_says_so(checkpoint: Path, number: signal.Signals) -> None:
+    common = ("-m", "tfglm.cli.main", "engine", checkpoint, "--ranks", "3", "--leader", f"127.0.0.1:{free_port()}")
+    with ServerProcess(*common, "--rank", "0", *SMALL) as leader:
+        with ServerProcess(*common, "--rank", "1", *SMALL) as follower:
+            leader.wait_for("(rank 1 .* has joined)")
+            began = time.monotonic()
+            follower.send(number)
+            assert follower.ended(60) == leader.ended(60) == 1
+            assert time.monotonic() - began < 4.0
+        for process in (leader, follower):
+            assert f"tfglm: E_RANKS: rank 1 was stopped by {number.name}" in process.lines, process.lines
 
 
 def test_ranks_end_with_a_leader_that_is_stopped_before_it_serves(checkpoint: Path) -> None:

@@ -85,6 +85,9 @@ class Leader:
         self._watch = watch
         self._ended = ended
         self._control: Control | None = None
+        self._stopped: RanksError | None = None
+        self._gathered = threading.Event()
+        self._gathered.set()
         self._group: RankGroup | None = None
         self._facts = ""
 
@@ -94,19 +97,18 @@ class Leader:
         facts = facts_of(checkpoint, settings)
         self._facts = json.dumps(facts, sort_keys=True)
 
-        def progress(line: str) -> None:
-            self._watch()
-            log.info(line)
-
-        control = lead(
-            self._listener,
-            settings.ranks,
-            facts,
-            limit_s=settings.rank_join_s,
-            progress=progress,
-            timing=_timing(settings),
-        )
-        self._control = control
+        self._gathered.clear()
+        try:
+            self._control = control = lead(
+                self._listener,
+                settings.ranks,
+                facts,
+                limit_s=settings.rank_join_s,
+                watch=self._still_wanted,
+                timing=_timing(settings),
+            )
+        finally:
+            self._gathered.set()
         control.on_failure(lambda error: threading.Thread(target=self._ended, args=(error,), daemon=True).start())
         end_process_on_failure(control, _FAREWELL_S)
         _post(control, "memory", _memory(settings))
@@ -136,6 +138,11 @@ class Leader:
             return "not joined"
         return control.read(key, 0).decode() if control.has([key]) else "joined"
 
+    def _still_wanted(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
+        self._watch()
+
     def check(self) -> None:
         """Raise what ended the ranks, if anything did."""
         if self._control is not None:
@@ -144,13 +151,16 @@ class Leader:
     def close(self, error: BaseException | None = None, *, idle: bool) -> None:
         """Let the other ranks end: in order, or telling them why not. idle: no work is under way, in which they would
         wait for this one."""
+        if error is not None:
+            reason = str(error) if isinstance(error, TfglmError) else f"{type(error).__name__}: {error}"
+            self._stopped = RanksError(f"rank 0 has ended: {reason}")
+        elif not idle:
+            self._stopped = RanksError("rank 0 was stopped before it was idle")
+        self._gathered.wait(_FAREWELL_S)  # those that have joined are told by the thread that waits for the others
         self._listener.close()
         if self._control is not None:
-            if error is not None:
-                reason = str(error) if isinstance(error, TfglmError) else f"{type(error).__name__}: {error}"
-                self._control.fail(RanksError(f"rank 0 has ended: {reason}"))
-            elif not idle:
-                self._control.fail(RanksError("rank 0 was stopped before it was idle"))
+            if self._stopped is not None:
+                self._control.fail(self._stopped)
             if self._group is not None:
                 self._group.close()
             self._control.close()
@@ -162,6 +172,7 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
     the ranks end, CheckpointError and ConfigError."""
     with Checkpoint.open(path) as checkpoint:
         facts = facts_of(checkpoint, settings)
+        _stop_on_signals(settings.rank)
         control = join(
             leader, settings.rank, settings.ranks, facts, limit_s=settings.rank_join_s, timing=_timing(settings)
         )
@@ -205,14 +216,28 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
         group.close()
 
 
+def _stop_on_signals(rank: int) -> None:
+    """While the ranks meet, a signal is an error like others, of which rank 0 hears if it is there."""
+
+    def received(number: int, _: object) -> None:
+        raise _stopped(rank, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, received)
+
+
 def _end_all_on_signals(control: Control) -> None:
     """The others cannot go on without this rank, and should not have to guess why it has gone."""
 
     def received(number: int, _: object) -> None:
-        control.fail(RanksError(f"rank {control.rank} was stopped by {signal.Signals(number).name}"))
+        control.fail(_stopped(control.rank, number))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, received)
+
+
+def _stopped(rank: int, number: int) -> RanksError:
+    return RanksError(f"rank {rank} was stopped by {signal.Signals(number).name}")
 
 
 def _short_of_memory(control: Control) -> Callable[[LowWater], None]:
@@ -260,6 +285,7 @@ def _timing(settings: Settings) -> Timing:
 
 
 def _wire(control: Control, settings: Settings) -> Wire:
+    log.info("tensors travel through %s", settings.wire)
     return open_wire(settings.wire, control, limit_s=settings.rank_step_s)
 
 
