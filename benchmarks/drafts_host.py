@@ -21,7 +21,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,10 @@ from tfglm.engine.drafting import Drafting
 from tfglm.engine.engine import Engine
 from tfglm.engine.guess import Guess
 from tfglm.engine.tokenizer import Tokenizer
+from tfglm.models.glm53 import Glm53
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.window import Rows, reserve
+from tfglm.ops.group import Message
 from tfglm.settings import Settings
 
 VOCAB, TEXT = 154880, 500
@@ -129,6 +131,9 @@ class Oracle:
 
     def close(self, context: list[int]) -> None:
         context.clear()
+
+    def handlers(self, model: Glm53) -> Mapping[str, Callable[[Message], None]]:
+        return {}
 
 
 class Timed(Drafting):
