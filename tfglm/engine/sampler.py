@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from fractions import Fraction
 
 import numpy as np
 
@@ -174,7 +173,8 @@ def _nucleus_size(values: np.ndarray, temperature: float, top_p: float) -> int:
     np.exp(mass, out=mass)
     mass *= MASS_ONE
     whole = mass.astype(np.int64)
-    need = math.ceil(Fraction(top_p) * int(whole.sum()))
+    numerator, denominator = top_p.as_integer_ratio()
+    need = -(-numerator * int(whole.sum()) // denominator)  # rounded up
     near = np.flatnonzero(values >= float(values.max()) - NUCLEUS_REACH * temperature)
     if int(whole[near].sum()) < need:
         near = np.arange(len(values))
