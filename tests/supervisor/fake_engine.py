@@ -1,7 +1,8 @@
 """Stands in for `tfglm plan` and `tfglm engine`: misbehaves as a file beside the checkpoint says.
 
 fake_engine.py plan PATH --json --ranks G        prints PATH/plan.json
-fake_engine.py engine PATH --rank N ...          obeys PATH/rankN.json; rank 0 answers /health
+fake_engine.py engine PATH --rank N ...          obeys PATH/rankN.json; rank 0 answers /health; notes its starts in
+                                                 $FAKE_NOTES, or PATH
 """
 
 import argparse
@@ -30,7 +31,7 @@ def main() -> None:
         return
     behaviour = args.path / f"rank{args.rank}.json"
     how = json.loads(behaviour.read_text()) if behaviour.exists() else {}
-    with (args.path / "starts").open("a") as log:
+    with (Path(os.environ.get("FAKE_NOTES", args.path)) / "starts").open("a") as log:
         log.write(f"{args.rank} {os.getpid()}\n")
     misbehave(args.path, args.rank, how)
     if args.rank == 0:

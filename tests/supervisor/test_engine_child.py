@@ -34,6 +34,20 @@ async def test_an_engine_that_exits_leaves_its_code_and_its_last_error(tmp_path:
     assert child.ending == "the engine ended with code 7: rank 2 is gone"
 
 
+@pytest.mark.parametrize(
+    ("says", "ending"),
+    [
+        ("docker: no such image.\\n\\nRun 'docker run --help'", "docker: no such image."),
+        ("Traceback\\nTypeError: None", "TypeError: None"),
+    ],
+)
+async def test_what_an_engine_without_a_code_said_last_is_its_reason(tmp_path: Path, says: str, ending: str) -> None:
+    child = start(tmp_path, f'{{"exits": 125, "says": "\\n{says}"}}')
+    assert await child.wait(30)
+    await child.stop(0.1)
+    assert child.ending == f"the engine ended with code 125: {ending}"
+
+
 async def test_a_deaf_engine_is_killed(tmp_path: Path) -> None:
     child = start(tmp_path, '{"deaf": true}')
     await started(tmp_path)

@@ -70,9 +70,7 @@ async def test_a_plan_that_does_not_fit_is_refused_with_figures(tmp_path: Path) 
     with pytest.raises(Fatal) as refused:
         await preparation(tmp_path, said).memory()
     assert refused.value.exit is Exit.MEMORY
-    words = (
-        "E_MEMORY: memory: rank 0 needs 3.00 GiB and 0.50 must stay free, 2.00 are available; --context 4096 fits"
-    )
+    words = "E_MEMORY: memory: rank 0 needs 3.00 GiB and 0.50 must stay free, 2.00 are available; --context 4096 fits"
     assert words in str(refused.value)
     plan(tmp_path, lowest_free=2**30)
     await preparation(tmp_path, said).memory()
@@ -86,6 +84,11 @@ async def test_a_plan_that_does_not_fit_is_refused_with_figures(tmp_path: Path) 
             "import sys; sys.exit('tfglm: E_CONFIG: --kv is 3')",
             Exit.CONFIG,
             "there is no memory plan: tfglm: E_CONFIG: ",
+        ),
+        (
+            "import sys; sys.exit('docker: no such image.\\n\\nRun docker run --help for more')",
+            Exit.RUNTIME,
+            "E_WORKER: no memory plan can be made: docker: no such image.",
         ),
         ("print('{\"ranks\": []}')", Exit.WEIGHTS, "there is no memory plan"),
         ("import time; time.sleep(60)", Exit.WEIGHTS, "the memory plan was not there after 1 s"),

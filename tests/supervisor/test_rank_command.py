@@ -64,8 +64,8 @@ FACTS: dict[str, Any] = {
 }
 
 
-def docker(**changes: Any) -> Runtime:
-    rails = [{"peer": 0, "interface": "p0", "address": "10.1.0.2", "peer_address": "10.1.0.1", "rdma": "roce0"}]
+def docker(rdma: str = "roce0", **changes: Any) -> Runtime:
+    rails = [{"peer": 0, "interface": "p0", "address": "10.1.0.2", "peer_address": "10.1.0.1", "rdma": rdma}]
     node = {"version": 1, "rank": 1, "interface": "eth0", "rails": rails, "mount": "/srv/models"}
     ranks = [{"name": "a", "control": "10.0.0.1"}]
     ranks.append({"name": "b", "control": "10.0.0.2", "rails": [{"peer": 0, "address": "10.1.0.2"}]})  # type: ignore[dict-item]
@@ -81,9 +81,9 @@ def test_the_containers_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert argv[:5] == ["docker", "run", "--rm", "--name", "tfglm-sparks-1"]
     for words in (
         "--label=tfglm.cluster=sparks --label=tfglm.rank=1 --label=tfglm.generation=7 --label=tfglm.settings=",
-        "--network host --ipc host",
-        "--cap-add IPC_LOCK --ulimit memlock=-1 --ulimit stack=67108864",
-        "--user 1000:1000 --device nvidia.com/gpu=all --device /dev/infiniband --memory 12g",
+        "--network host --ipc host --log-driver none --ulimit stack=67108864",
+        "--user 1000:1000 --device nvidia.com/gpu=all --device /dev/infiniband --cap-add IPC_LOCK --ulimit memlock=-1 ",
+        "--memory 12g",
         "--volume /srv/models:/srv/models:ro --volume /var/cache/tfglm:/cache --volume /nvme:/spill",
         "--env TFGLM_API_KEY --env",
         "--env GLM_SUPERVISED=sparks/1",
@@ -97,20 +97,28 @@ def test_the_containers_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--privileged" not in text
     assert runtime.environment({})["TFGLM_API_KEY"] == "secret"
     assert "--gpus all" in " ".join(docker(docker=FACTS["docker"] | {"gpus": "legacy"}).engine(1, {}))
+    without = docker(docker=FACTS["docker"] | {"gpus": "none"}, rdma="").engine(1, {})
+    assert not {"--gpus", "nvidia.com/gpu=all", "/dev/infiniband", "memlock=-1"} & set(without), "no GPU, no RDMA"
+    assert "--memory 3g --entrypoint tfglm --volume /srv/models:/srv/models:ro --volume /nvme:/spill" in " ".join(
+        runtime.plan()
+    ), "a drafter may lie in a volume"
 
 
 def test_docker_is_asked_for_labelled_containers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub that records what it is asked and answers as docker does."""
     stub = tmp_path / "docker"
     stub.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncase "$1" in ps) echo abc; echo def;; image) echo 1234;; esac\n'
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncase "$1" in ps) cat {tmp_path}/there;; image) echo 1234;;\n'
+        f"rm) : > {tmp_path}/there; echo removal is already in progress >&2; exit 1;; esac\n"
     )
+    (tmp_path / "there").write_text("abc\ndef\n")
     stub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert docker().remove() == ["abc", "def"]
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked[0] == "ps --all --quiet --filter=label=tfglm.cluster=sparks --filter=label=tfglm.rank=1"
     assert asked[1] == "rm --force abc def"
+    assert asked[2:] == asked[:1], "gone, although docker was removing them already"
     assert docker().image_problem() == ""
     assert "hash 1234; cluster.json says 99" in docker(docker=FACTS["docker"] | {"image_hash": "99"}).image_problem()
     stub.write_text("#!/bin/sh\necho 'No such image' >&2; exit 1\n")

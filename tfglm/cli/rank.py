@@ -112,13 +112,19 @@ def _command(args: argparse.Namespace, cluster: Cluster, node: Node) -> int:
 
 
 def _reap(args: argparse.Namespace, cluster: Cluster, node: Node) -> int:
+    import subprocess
+
     from tfglm.supervisor.alone import claim
     from tfglm.supervisor.child import kill_marked
+    from tfglm.supervisor.codes import Exit, Fatal
     from tfglm.supervisor.runtime import Runtime
 
     runtime = Runtime(cluster, node)
     with claim(runtime.mark):
         killed = kill_marked(runtime.mark)
-        removed = runtime.remove()
+        try:
+            removed = runtime.remove()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise Fatal(Exit.RUNTIME, "E_WORKER", f"containers of this rank may be left: {error}") from None
     print(f"rank {node.rank}: processes killed: {len(killed)}, containers removed: {len(removed)}")
     return 0

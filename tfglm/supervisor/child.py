@@ -30,6 +30,8 @@ MARK = "GLM_SUPERVISED"
 TAIL_LINES = 25
 _LONGEST_LINE = 4096
 _ERROR = re.compile(r"\b(E_[A-Z]+): (.*)")
+DOCKER = re.compile(r"^docker: .*", re.MULTILINE)
+"""How docker begins the line that says why there is no container."""
 _PR_SET_PDEATHSIG = 1
 _KILLED_FIRST = 500
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,8 +80,8 @@ class Child:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return f"the engine was killed by {name}" + (" (by hand, or out of memory?)" if name == "SIGKILL" else "")
-        said = f": {self.error[1]}" if self.error else ""
-        return f"the engine ended with code {code}{said}"
+        last = self.error[1] if self.error else next((line for line in reversed(self.tail) if line.strip()), "")
+        return f"the engine ended with code {code}{f': {last}' if last and code else ''}"
 
     @property
     def code(self) -> int | None:
@@ -123,6 +125,8 @@ class Child:
                 found = _ERROR.search(text)
                 if found:
                     self.error = (found.group(1), found.group(2))
+                elif DOCKER.match(text):
+                    self.error = ("E_WORKER", text)
 
 
 def mark_of(cluster: str, rank: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tfglm.supervisor import fabric
 from tfglm.supervisor.aside import aside
-from tfglm.supervisor.child import MARK
+from tfglm.supervisor.child import DOCKER, MARK
 from tfglm.supervisor.cluster import Cluster, Node
 from tfglm.supervisor.codes import Exit, Fatal
 from tfglm.supervisor.fabric import RailState
@@ -123,6 +123,9 @@ class Preparation:
             plan = json.loads(done.stdout)
             plan["ranks"][self._node.rank]["lowest_free"]
         except (ValueError, LookupError, TypeError):
+            refused = DOCKER.search(done.stderr)
+            if refused:
+                raise Fatal(Exit.RUNTIME, "E_WORKER", f"no memory plan can be made: {refused[0]}") from None
             said = done.stderr.strip().rpartition("\n")[2] or f"code {done.returncode}"
             fault = Exit.CONFIG if "E_CONFIG" in said else Exit.WEIGHTS
             code = "E_CONFIG" if fault is Exit.CONFIG else "E_CHECKPOINT"

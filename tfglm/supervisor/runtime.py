@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tfglm.supervisor.cluster import Cluster, Node
 START = "GLM_START"
 SECRET = env_name("api_key")
 _DOCKER_S = 20.0
+_AGAIN_S = 0.1
 _LABEL = "tfglm"
 
 
@@ -55,7 +57,7 @@ class Runtime:
         entry, *rest = self.cluster.command
         limits = ["--rm", "--network", "none", "--memory", "3g", "--entrypoint", entry]
         image = [self.cluster.docker.image, *rest, *words]
-        return ["docker", "run", *limits, *self._checkpoint_volume(), *_given(self.settings()), *image]
+        return ["docker", "run", *limits, *self._volumes(), *_given(self.settings()), *image]
 
     def settings(self) -> dict[str, str]:
         """The cluster's settings as environment variables."""
@@ -75,14 +77,21 @@ class Runtime:
         return own | ({SECRET: key} if key else {}) | dict(variables)
 
     def remove(self) -> list[str]:
-        """Kill and remove containers of this cluster and rank, and no others. Returns their ids."""
+        """Kill and remove containers of this cluster and rank, and no others; their name is free then. Returns their
+        ids. Raises OSError and subprocess errors."""
         if self.cluster.runtime != "docker":
             return []
         labels = [f"--filter=label={name}" for name in self._labels()]
-        found = _docker("ps", "--all", "--quiet", *labels).split()
-        if found:
-            _docker("rm", "--force", *found)
-        return found
+        found: dict[str, None] = {}
+        deadline = time.monotonic() + _DOCKER_S
+        while here := _docker("ps", "--all", "--quiet", *labels).split():
+            found |= dict.fromkeys(here)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"docker has not removed {' '.join(here)} within {_DOCKER_S:.0f} s")
+            # Fails for one that ended and is being removed by docker itself; it is gone in a moment, too.
+            subprocess.run(["docker", "rm", "--force", *here], capture_output=True, timeout=_DOCKER_S, check=False)
+            time.sleep(_AGAIN_S)
+        return list(found)
 
     def image_problem(self) -> str:
         """What is wrong with the image on this node; empty when nothing is, and without containers."""
@@ -117,27 +126,28 @@ class Runtime:
             f"{_LABEL}-{self.cluster.name}-{self.node.rank}{'' if generation else '-trial'}",
         ]
         argv += [f"--label={label}" for label in labels]
-        argv += ["--network", "host", "--ipc", "host", "--log-driver", "none", "--cap-add", "IPC_LOCK"]
-        argv += ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]
+        argv += ["--network", "host", "--ipc", "host", "--log-driver", "none", "--ulimit", "stack=67108864"]
         argv += ["--user", docker.user or f"{os.getuid()}:{os.getgid()}"]
         argv += {"cdi": ["--device", "nvidia.com/gpu=all"], "legacy": ["--gpus", "all"], "none": []}[docker.gpus]
-        argv += ["--device", "/dev/infiniband"] if any(rail.rdma for rail in self.node.rails) else []
+        if any(rail.rdma for rail in self.node.rails):  # whose memory is pinned
+            argv += ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK", "--ulimit", "memlock=-1"]
         argv += ["--memory", docker.memory] if docker.memory else []
-        argv += [*self._checkpoint_volume(), "--volume", f"{docker.cache}:/cache"]
-        argv += [word for volume in (*docker.volumes, *volumes) for word in ("--volume", volume)]
+        argv += self._volumes(f"{docker.cache}:/cache", *volumes)
         # By name: a value on a command line is everybody's to read.
         argv += ["--env", SECRET] if api_key() else []
         argv += _given({**variables, MARK: self.mark, "HF_HUB_OFFLINE": "1"})
         entry, *rest = self.cluster.command
         return [*argv, "--entrypoint", entry, docker.image, *rest, *words]
 
-    def _checkpoint_volume(self) -> list[str]:
-        """The mount that holds the checkpoint, or its folder: read-only, under the same path. A snapshot in a Hugging
-        Face cache is links to elsewhere in that cache, which a container needs as a whole."""
+    def _volumes(self, *more: str) -> list[str]:
+        """The mount that holds the checkpoint, or its folder: read-only, under the same path; and what else was asked
+        for, where a drafter may lie. A snapshot in a Hugging Face cache is links to elsewhere in that cache, which a
+        container needs as a whole."""
         path = Path(self.cluster.checkpoint)
         cache = next((folder.parent.parent for folder in path.parents if folder.name.startswith("models--")), path)
         source = self.node.mount or cache
-        return ["--volume", f"{source}:{source}:ro"]
+        volumes = (f"{source}:{source}:ro", *more, *self.cluster.docker.volumes)
+        return [word for volume in volumes for word in ("--volume", volume)]
 
 
 def api_key() -> str:
