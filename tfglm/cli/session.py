@@ -83,7 +83,7 @@ class Session:
         if self.leader is not None:
             self.leader.close(error, idle=idle)
         if self.others is not None:
-            self.others.close(failed=error is not None)
+            self.others.close(failed=error is not None or not idle)
         if self.guard is not None:
             self.guard.stop()
             log.info("the least memory available was %s", self.guard.low)

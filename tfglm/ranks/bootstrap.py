@@ -67,8 +67,8 @@ class Gathering:
         return [rank for rank in range(1, self.ranks) if rank not in self.joined]
 
     def step(self) -> None:
-        """Take what comes within half a second. Raises RanksError when a rank that had joined is lost or differs."""
-        for key, _ in self._selector.select(0.5):
+        """Take what comes in 0.2 s. Raises RanksError when a rank that had joined is lost or differs."""
+        for key, _ in self._selector.select(0.2):
             if key.fileobj is self._listener:
                 self._accept()
             else:
@@ -202,11 +202,13 @@ def lead(
     limit_s: float = 300.0,
     expected: Mapping[int, str] | None = None,
     progress: Callable[[str], None] = log.info,
+    watch: Callable[[], None] = lambda: None,
     timing: Timing | None = None,
 ) -> Control:
     """Rank 0: wait for ranks 1 to ranks - 1 at `listener`, which is closed afterwards.
 
-    expected: where a rank should come from, for the messages alone. progress: is told every 5 s who is missing.
+    expected: where a rank should come from, for the messages alone. progress: is told every 5 s who is missing. watch:
+    called several times a second; what it raises ends the wait.
     Raises RankNeverCame after limit_s, RankMismatch when a rank was started with other facts, RanksError when one that
     had joined is lost. Ranks that have joined are told, and end with the same error.
     """
@@ -217,6 +219,7 @@ def lead(
     try:
         while missing := gathering.missing():
             gathering.step()
+            watch()
             now = time.monotonic()
             if now - began > limit_s:
                 raise RankNeverCame(_still_missing(missing, limit_s, gathering.expected))
@@ -271,7 +274,9 @@ def join(
         link.send(encode(hello))
         link.accept(RANK)
         early = _await_welcome(link, leader, began, limit_s, progress, timing)
-    except BaseException:
+    except BaseException as error:
+        what = f"rank {rank} failed while the ranks met: {type(error).__name__}: {error}"
+        link.send_now(failed_frame(error if isinstance(error, RanksError) else RanksError(what)))
         link.close()
         raise
     return Control(rank, ranks, {0: link}, timing, early)
