@@ -35,7 +35,7 @@ def test_start_begins_all_ranks_and_asks_the_model(prepared: FakeMachines) -> No
     assert 'and says "It is Paris."' in words(first.stdout)
     assert sorted(prepared.asked("start")) == RANKS
     log = (prepared.root("spark2") / "var/lib/stub-systemd/log").read_text()
-    assert "start --no-block tfglm@2.service" in log, "a rank is ready only once all others are"
+    assert "--no-block start tfglm@2.service" in log, "a rank is ready only once all others are"
     assert second.returncode == 0
     assert recap(second.stdout) == UNCHANGED
 
@@ -81,7 +81,7 @@ def test_logs_are_of_every_rank_in_one_archive(prepared: FakeMachines, tmp_path:
     assert sorted(texts) == sorted(f"rank{i}-{kind}.log" for i in range(3) for kind in ("kernel", "service"))
     for i in range(3):
         assert f"--unit=tfglm@{i} " in texts[f"rank{i}-service.log"]
-        assert f"start --no-block tfglm@{i}.service" in texts[f"rank{i}-service.log"]
+        assert f"--no-block start tfglm@{i}.service" in texts[f"rank{i}-service.log"]
         assert "--dmesg" in texts[f"rank{i}-kernel.log"]
 
 
