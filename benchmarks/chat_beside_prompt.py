@@ -1,6 +1,6 @@
 """How long a chat pauses while a long prompt is read beside it, for several shares of the time that prompts get.
 
-    python benchmarks/chat_beside_prompt.py [--out benchmarks/results/chat_beside_prompt.json] [--threads 2]
+    python benchmarks/chat_beside_prompt.py [--out benchmarks/results/chat_beside_prompt.json] [--device cpu]
 
 The tiny trained model, one greedy reply that streams without end, and beside it a second request of 8,000 tokens, or of
 15,000 (the model's window is 16,384). Counted are the gaps between the moments at which the chat's tokens leave the
@@ -22,10 +22,13 @@ from tiny_model import DSPARK, hardware, served
 
 from tfglm.checks.suite import problem
 from tfglm.engine.api import Delta, Event, Failed, Finished, GenerationRequest, SamplingParams
+from tfglm.engine.engine import Engine
 from tfglm.engine.scheduler import Plan, Scheduler
 from tfglm.server.state import Served
 
 GREEDY = SamplingParams(temperature=0.0)
+RUNS = {256: [(1.0, 8000), (0.68, 8000), (0.5, 8000), (0.25, 8000), (0.68, 15000)], 64: [(0.68, 8000)]}
+"""By rows of a chunk: shares and prompts."""
 
 
 class Watch:
@@ -54,7 +57,9 @@ def text(served: Served, tokens: int) -> list[int]:
     return ids[:tokens]
 
 
-def beside(served: Served, prompt: list[int], name: str) -> dict[str, Any]:
+def beside(served: Served, prompt: list[int], share: float) -> dict[str, Any]:
+    assert isinstance(served.engine, Engine)
+    served.engine._scheduler._prefill_share = share  # all that a server of another share differs in
     chunks: list[float] = []
     took = Scheduler.took
 
@@ -66,18 +71,16 @@ def beside(served: Served, prompt: list[int], name: str) -> dict[str, Any]:
     chat, long = Watch(), Watch()
     messages = problem("ledger", 700_000, 0).messages
     opening = served.tokenizer.encode(served.template.render(messages))
-    served.engine.submit(
-        GenerationRequest(f"chat {name}", opening, GREEDY, 16384 - len(opening) - 1, ignore_eos=True), chat
-    )
+    served.engine.submit(GenerationRequest("chat", opening, GREEDY, 16384 - len(opening) - 1, ignore_eos=True), chat)
     assert chat.begun.wait(60)
     time.sleep(2.0)
     Scheduler.took = noting  # type: ignore[method-assign]
     start = time.perf_counter()
-    served.engine.submit(GenerationRequest(f"long {name}", prompt, GREEDY, 1), long)
+    served.engine.submit(GenerationRequest("long", prompt, GREEDY, 1), long)
     assert long.ended.wait(600)
     Scheduler.took = took  # type: ignore[method-assign]
     end = long.moments[0]
-    served.engine.cancel(f"chat {name}")
+    served.engine.cancel("chat")
     assert chat.ended.wait(60)
     alone = [moment for moment in chat.moments if moment < start]
     during = [alone[-1], *(moment for moment in chat.moments if start <= moment <= end), end]
@@ -106,15 +109,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/chat_beside_prompt.json"))
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    facts, results = hardware(args.threads), []
-    runs = [(share, 256, 8000) for share in (1.0, 0.68, 0.5, 0.25)] + [(0.68, 64, 8000), (0.68, 256, 15000)]
-    for share, rows, length in runs:
-        settings = {"prefill_share": share, "prefill_rows": rows, "context": 16384, "parallel": 2, "kept_gib": 0}
+    facts, results = {**hardware(args.threads), "device": args.device}, []
+    for rows, runs in RUNS.items():
+        settings = {"device": args.device, "prefill_rows": rows, "context": 16384, "parallel": 2, "kept_gib": 0}
         with served(args.threads, **settings, **DSPARK) as model:
-            figures = beside(model, text(model, length), "measured")
-        results.append({"share": share, "rows_a_chunk": rows, "prompt": length, **figures})
-        print(results[-1], flush=True)
+            beside(model, text(model, 600), 1.0)  # warm
+            for share, length in runs:
+                figures = beside(model, text(model, length), share)
+                results.append({"share": share, "rows_a_chunk": rows, "prompt": length, **figures})
+                print(results[-1], flush=True)
     args.out.write_text(json.dumps({**facts, "results": results}, indent=2) + "\n", encoding="utf-8")
 
 
