@@ -1,12 +1,14 @@
 """Variables: what the example documents, the roles take and the roles' defaults say is one list."""
 
 import ast
+import configparser
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
+from tfglm.layout import MAX_RANKS
 from tfglm.settings import Settings
 from tfglm.supervisor import provision
 from tfglm.supervisor.codes import Exit
@@ -83,6 +85,14 @@ def test_the_unit_gives_up_on_the_exits_that_end_the_same_again() -> None:
     given = re.search(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE)
     assert given is not None
     assert {int(word) for word in given[1].split()} == {int(code) for code in Exit if code and not code.again}
+
+
+def test_all_machines_of_the_largest_cluster_act_at_once() -> None:
+    """Ports hear each other only while all listen, and ranks meet only while all try."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "playbooks/ansible.cfg")
+    assert config.getint("defaults", "forks") >= MAX_RANKS
+    assert "ServerAliveInterval=" in config.get("ssh_connection", "ssh_args")
 
 
 def test_shared_code_is_shared_not_copied() -> None:
