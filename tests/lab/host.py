@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +26,11 @@ PACKAGES = {
     "unshare": "util-linux",
 }
 """Debian package by the command that shows whether it is there."""
+GIB = 2**30
+MEMORY, DISK = 5 * GIB, 6 * GIB
+"""Bytes that three guests take, of memory, and of the disk that their image is made and kept on."""
+NAMESPACE = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+AGAIN_S = 15.0
 
 
 class LabError(Exception):
@@ -31,6 +39,27 @@ class LabError(Exception):
 
 class Skip(Exception):
     """The lab cannot be run here, though nothing has failed."""
+
+
+class Over(BaseException):
+    """The time for everything is over. No Exception, so that nobody who waits for an answer takes it for a bad one."""
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise Over in the main thread once `seconds` are over, and again every AGAIN_S: putting things in order after it
+    ends as well."""
+
+    def over(*_: object) -> None:
+        raise Over
+
+    signal.signal(signal.SIGALRM, over)
+    if math.isfinite(seconds):
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def missing() -> str:
@@ -47,6 +76,19 @@ def missing() -> str:
         return "needs ansible-playbook on the path, as `make lab` puts it there"
     if absent():
         return f"needs Debian packages: apt-get install --no-install-recommends {' '.join(absent())}"
+    return _too_small()
+
+
+def _too_small() -> str:
+    if subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+        return "may not make namespaces here: unshare is refused"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    words = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    memory = int(words.split()[1]) << 10
+    shared, disk = (shutil.disk_usage(place).free for place in ("/dev/shm", CACHE))
+    for what, there, needed in (("memory", memory, MEMORY), ("/dev/shm", shared, MEMORY), (str(CACHE), disk, DISK)):
+        if there < needed:
+            return f"needs {needed / GIB:.0f} GiB free in {what}, and {there / GIB:.1f} are"
     return ""
 
 

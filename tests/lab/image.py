@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import shutil
 import sys
 import tomllib
@@ -38,6 +39,11 @@ FILES = Path(__file__).parent / "guest"
 VENV = "opt/tfglm/venv"
 CUDA = ("nvidia-", "cuda-", "triton")
 """What only a build of torch for GPUs needs; it would make guests several times as large."""
+NETWORK = re.compile(
+    "Failed to fetch|failed to download|Could not (resolve|connect)|Unable to connect|Temporary failure|"
+    "Cannot initiate|[Cc]onnection (refused|reset|timed out|failed)|took longer than"
+)
+"""What apt and mmdebstrap say when it is the network's fault."""
 UNUSED = ("torch/include/", "torch/test/", "torch/lib/libtorch_test")
 SPARE = 2 << 30
 """Bytes of a guest's disk that are free."""
@@ -86,15 +92,26 @@ def _system(target: Path) -> None:
         raise LabError("neither /etc/apt/sources.list.d/debian.sources nor /etc/apt/sources.list is there")
     left_out = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("man", "doc", "locale")]
     options = ['Acquire::Languages "none"', 'APT::Install-Recommends "false"', 'Acquire::Check-Valid-Until "false"']
-    run(
-        [
-            *("mmdebstrap", "--variant=minbase", "--format=tar", f"--include={','.join(DEBIAN)}"),
-            *(f"--aptopt={option}" for option in options),
-            *left_out,
-            *(_suite(), target, sources[0]),
-        ],
-        3000,
-    )
+    work = CACHE / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    # In a namespace, so that what it has started and mounted ends with it.
+    command = [
+        *("unshare", "--mount", "--pid", "--fork", "--kill-child"),
+        *("mmdebstrap", "--variant=minbase", "--format=tar", f"--include={','.join(DEBIAN)}"),
+        *(f"--aptopt={option}" for option in options),
+        *left_out,
+        *(_suite(), target, sources[0]),
+    ]
+    try:
+        run(command, 3000, env={"TMPDIR": str(work)})
+    except LabError as problem:
+        why = next((line for line in str(problem).splitlines() if NETWORK.search(line)), "")
+        if not why:
+            raise
+        raise Skip(f"the mirror that {sources[0]} names does not give the guests' packages: {why.strip()}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _project() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ VARIABLES: dict[str, object] = {
     # Faults come quicker than in a cluster's life: a start that served for a moment does not count as failed.
     "tfglm_limits": {"stable": 3.0, "backoff": 2.0},
 }
+PLAIN = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_TIMEOUT": "90", "COLUMNS": "200"}
 _RECAP = re.compile(r"^(\S+)\s+: ok=(\d+)\s+changed=(\d+)\s+unreachable=(\d+)\s+failed=(\d+)", re.MULTILINE)
 
 
@@ -76,13 +78,8 @@ class Playbooks:
             ROOT / "playbooks" / f"{name}.yml",
             *arguments,
         ]
-        settings = {
-            "ANSIBLE_CONFIG": str(ROOT / "playbooks/ansible.cfg"),
-            "ANSIBLE_NOCOLOR": "1",
-            "ANSIBLE_TIMEOUT": "90",
-        }
-        self._count += 1
-        log = self._logs / f"play{self._count:02}-{name}.log"
+        settings = PLAIN | {"ANSIBLE_CONFIG": str(ROOT / "playbooks/ansible.cfg")}
+        log = self._log(name)
         said = run(command, limit, env=settings, check=False, log=log)
         recap = _RECAP.findall(said)
         failed = not recap or any(int(host[3]) + int(host[4]) for host in recap)
@@ -90,3 +87,13 @@ class Playbooks:
             wanted = "refused nothing" if fails else "failed"
             raise LabError(f"{name}.yml {wanted}; {log} has all of it:\n{said[-3000:]}")
         return Play(round(time.monotonic() - began, 1), {host[0]: int(host[2]) for host in recap}, said)
+
+    def tfglm(self, *words: str, limit: float = 900) -> str:
+        """What a command of tfglm says that runs a playbook by ansible-runner. Raises LabError unless it ends well."""
+        python = Path(shutil.which("ansible-playbook") or "").with_name("python")
+        command = [python, "-m", "tfglm.cli.main", *words, "--inventory", self._inventory]
+        return run(command, limit, env=PLAIN | {"PYTHONPATH": str(ROOT)}, log=self._log(f"tfglm-{words[0]}"))
+
+    def _log(self, name: str) -> Path:
+        self._count += 1
+        return self._logs / f"play{self._count:02}-{name}.log"

@@ -12,10 +12,13 @@ from typing import Any
 
 import wiring
 from cluster import Lab
+from containers import docker
 from faults import FAULTS
 from host import LabError, run
 from image import image
+from operating import operate, says
 from playbook import CHECKPOINT, MODELS
+from sparklike import like_a_spark
 
 Figures = dict[str, Any]
 
@@ -66,29 +69,34 @@ def site_again(lab: Lab) -> Figures:
 def stop(lab: Lab) -> Figures:
     """In order: nothing of a rank is left, and its memory is back."""
     with_ranks = [guest.sh("awk '/MemAvailable/ {print $2}' /proc/meminfo") for guest in lab.guests]
-    play = lab.playbooks.run("stop")
+    began = time.monotonic()
+    lab.playbooks.tfglm("down")
+    seconds = round(time.monotonic() - began, 1)
     for guest in lab.guests:
         left = guest.sh("pgrep -af 'tfglm (engine|serve|rank)'", check=False).strip()
         if left:
             raise LabError(f"{guest.name} still runs {left}")
     if lab.health():
         raise LabError("the API still answers")
+    says("tfglm status", lab.guests[1].sh("tfglm status 2>&1", check=False), "no rank runs here")
     without = [guest.sh("awk '/MemAvailable/ {print $2}' /proc/meminfo") for guest in lab.guests]
     back = [round((int(after) - int(before)) / 1024) for before, after in zip(with_ranks, without, strict=True)]
-    return {"playbook_s": play.seconds, "memory_back_mib": back}
+    return {"down_s": seconds, "memory_back_mib": back}
 
 
 def start(lab: Lab) -> Figures:
-    play = lab.playbooks.run("start")
+    began = time.monotonic()
+    says("tfglm up", lab.playbooks.tfglm("up", "--start-only"), r"tiny serves at \S+ after")
+    seconds = round(time.monotonic() - began, 1)
     lab.same_reply()
     guest = lab.guests[1]
     main = f"systemctl show --property=MainPID --value tfglm@{guest.index}"
     resident = guest.sh(f"awk '/VmRSS/ {{print $2}}' /proc/$({main})/status")
-    return {"playbook_s": play.seconds, "supervisor_rss_mib": round(int(resident) / 1024, 1)}
+    return {"up_s": seconds, "supervisor_rss_mib": round(int(resident) / 1024, 1)}
 
 
 STEPS: dict[str, Callable[[Lab], Figures]] = {
-    step.__name__: step for step in (boot, site, site_again, stop, start, *FAULTS)
+    step.__name__: step for step in (boot, site, site_again, stop, start, *FAULTS, operate, like_a_spark, docker)
 }
 FOUNDATIONS = ("boot", "site", "start")
 """Steps that the later ones stand on."""

@@ -36,7 +36,7 @@ for port in enp1s0f0np0 enp1s0f1np1; do
 done
 
 install -m 755 /lab/nvidia-smi /usr/bin/nvidia-smi
-install -m 755 /lab/lab-rdma /usr/local/sbin/lab-rdma
+install -m 755 /lab/lab-rdma /lab/lab-twins /usr/local/sbin/
 install -m 644 /lab/lab-rdma.service /etc/systemd/system/lab-rdma.service
 systemctl --quiet enable lab-rdma
 
