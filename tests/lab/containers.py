@@ -1,0 +1,163 @@
+"""The ranks in containers, on the guests' own docker. The image is made of a guest's root tree, since nothing can be
+pulled here; PyTorch is a volume, so that gigabytes need not be packed, sent and unpacked by these kernels."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cluster import DEAD_S, SLOW_S, Lab
+from guest import Guest
+from host import LabError
+from playbook import MODELS
+
+Figures = dict[str, Any]
+VENV = "/opt/tfglm/venv"
+DAEMON = {"bridge": "none", "iptables": False, "ip6tables": False}
+"""Ranks use the machine's own network, the plan of their memory none: the guests' kernel need not have bridges."""
+PACKAGES = f"{VENV}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+LARGE = [f"{PACKAGES}/{name}" for name in ("torch", "sympy", "networkx")]
+VARIABLES = {
+    "tfglm_runtime": "docker",
+    "tfglm_image_free_gib": 0,
+    "tfglm_docker_volumes": [f"{path}:{path}:ro" for path in LARGE],
+}
+TREE = "bin lib lib64 etc/ld.so.cache etc/passwd etc/group usr/bin/python3* usr/lib/python3* usr/lib/x86_64-linux-gnu"
+COMMAND = """#!{venv}/bin/python
+import sys
+sys.path.insert(0, "{source}")
+from tfglm.cli.main import entry
+entry()
+"""
+OURS = "--filter label=tfglm.cluster=sparks"
+
+
+def docker(lab: Lab) -> Figures:
+    """site.yml with tfglm_runtime=docker: the same reply out of containers, which end with stop.yml and are reaped
+    after a supervisor that was killed; those of others stay."""
+    figures: Figures = {}
+    began = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_daemon, lab.guests))
+    figures["daemons_s"] = round(time.monotonic() - began, 1)
+    variables = ["--extra-vars", json.dumps(VARIABLES)]
+    plan = lab.playbooks.run("plan", *variables)
+    figures["plan_s"] = plan.seconds
+    named = re.search(r"docker run .* (tfglm:[0-9a-f]+) engine ", " ".join(plan.said.split()))
+    if named is None:
+        raise LabError(f"plan.yml shows no container's command: {plan.said[-1500:]}")
+    began = time.monotonic()
+    _make(lab.guests[0], named[1])
+    figures["image_s"] = round(time.monotonic() - began, 1)
+    play = lab.playbooks.run("site", *variables, limit=2400)
+    figures |= {"site_s": play.seconds, "changed": dict(play.changed)}
+    lab.same_reply()
+    ids = {guest.name: _container(guest) for guest in lab.guests}
+    strangers = [_stranger(guest, named[1]) for guest in lab.guests]
+    figures |= _stopped_and_started(lab) | _killed(lab) | _orphaned(lab)
+    for guest, stranger in zip(lab.guests, strangers, strict=True):
+        if stranger not in guest.sh("docker ps --quiet --no-trunc"):
+            raise LabError(f"{guest.name}: the container of somebody else is gone")
+        if ids[guest.name] in guest.sh("docker ps --all --quiet --no-trunc"):
+            raise LabError(f"{guest.name}: the first container is still there")
+        guest.sh(f"docker rm --force {stranger}")
+    return figures
+
+
+def _daemon(guest: Guest) -> None:
+    """docker, and the folder of device files that a container gets where a rail has an RDMA device."""
+    guest.write("/etc/docker/daemon.json", json.dumps(DAEMON))
+    guest.sh("mkdir -p /dev/infiniband; mknod -m 666 /dev/infiniband/uverbs0 c 231 192", check=False)
+    guest.sh("systemctl start docker", limit=180)
+
+
+def _make(head: Guest, image: str) -> None:
+    """The image that plan.yml has named, of the head's own files and tfglm as it is installed there."""
+    source = head.sh("ls -d /opt/tfglm/src/*").split()[0]
+    folder = "/var/tmp/image"
+    head.sh(f"rm -rf {folder}; mkdir -p {folder}/usr/local/bin {folder}/tmp {folder}/cache; chmod 1777 {folder}/tmp")
+    head.write(f"{folder}/usr/local/bin/tfglm", COMMAND.format(venv=VENV, source=source))
+    changes = [
+        'ENTRYPOINT ["tfglm"]',
+        "ENV PATH=/usr/local/bin:/usr/bin:/bin XDG_CACHE_HOME=/cache HF_HUB_OFFLINE=1 MALLOC_ARENA_MAX=4",
+        f"LABEL tfglm.hash={image.partition(':')[2]} tfglm.base=lab",
+    ]
+    options = " ".join(f"--change '{change}'" for change in changes)
+    without = " ".join(f"--exclude={path.lstrip('/')}/*" for path in LARGE)
+    parts = f"{TREE} usr/bin/sleep {VENV.lstrip('/')} {source.lstrip('/')}"
+    tree = f"cd / && tar -c {without} {parts} -C {folder} usr/local tmp cache"
+    head.sh(f"chmod 755 {folder}/usr/local/bin/tfglm; ({tree}) | docker import {options} - {image}", limit=400)
+    head.sh(f"rm -r {folder}")
+
+
+def _container(guest: Guest) -> str:
+    """The one container of the guest's rank, with what the service must have given it."""
+    found = guest.sh(f"docker ps --quiet --no-trunc {OURS} --filter label=tfglm.rank={guest.index}").split()
+    if len(found) != 1:
+        raise LabError(f"{guest.name} runs {len(found)} containers of its rank")
+    facts = json.loads(guest.sh(f"docker inspect {found[0]}"))[0]
+    mounts = {mount["Destination"]: mount["RW"] for mount in facts["Mounts"]}
+    wanted = {
+        "name": facts["Name"] == f"/tfglm-sparks-{guest.index}",
+        "network": facts["HostConfig"]["NetworkMode"] == "host",
+        "read-only checkpoint": mounts.get(MODELS) is False,
+        "devices": any(device["PathOnHost"] == "/dev/infiniband" for device in facts["HostConfig"]["Devices"]),
+        "user": facts["Config"]["User"] == guest.sh("echo $(id -u spark):$(id -g spark)").strip(),
+    }
+    wrong = [name for name, right in wanted.items() if not right]
+    if wrong:
+        raise LabError(f"{guest.name}: the container lacks its {', '.join(wrong)}: {facts['HostConfig']}")
+    return found[0]
+
+
+def _stranger(guest: Guest, image: str) -> str:
+    """A container of somebody else, even with a label of another cluster's rank."""
+    labels = f"--label tfglm.cluster=others --label tfglm.rank={guest.index}"
+    return guest.sh(f"docker run --detach --network none {labels} --entrypoint sleep {image} 7200", limit=120).strip()
+
+
+def _stopped_and_started(lab: Lab) -> Figures:
+    figures = {"down_s": lab.playbooks.run("stop").seconds}
+    for guest in lab.guests:
+        left = guest.sh(f"docker ps --all --quiet {OURS}").strip()
+        if left:
+            raise LabError(f"{guest.name} still has container {left}")
+    figures["up_s"] = lab.playbooks.run("start").seconds
+    lab.same_reply()
+    return figures
+
+
+def _killed(lab: Lab) -> Figures:
+    """SIGKILL to the container of rank 1, as the kernel does when memory is short."""
+    since = time.time()
+    lab.guests[1].sh(f"docker kill {_container(lab.guests[1])}")
+    return {"container_killed": lab.over(since, lab.guests, 2 * DEAD_S + 2 * SLOW_S) | lab.recover(since)}
+
+
+def _orphaned(lab: Lab) -> Figures:
+    """SIGKILL to rank 2's supervisor, with nothing to clean up after it: its container lives on, and the next
+    supervisor removes it before it starts another."""
+    guest = lab.guests[2]
+    old = _container(guest)
+    unit = f"tfglm@{guest.index}"
+    folder = f"/run/systemd/system/{unit}.service.d"
+    guest.sh(f"mkdir -p {folder}; printf '[Service]\\nExecStopPost=\\nRestartSec=20\\n' >{folder}/lab.conf")
+    guest.sh("systemctl daemon-reload")
+    since = time.time()
+    try:
+        guest.sh(f"systemctl kill --kill-whom=main --signal=SIGKILL {unit}")
+        orphan = guest.sh(f"docker ps --quiet --no-trunc {OURS}").strip()
+        if orphan != old:
+            raise LabError(
+                f"container {old} did not outlive its supervisor, so that nothing was left to reap: {orphan!r}"
+            )
+        figures = lab.over(since, lab.guests[:2], 2 * DEAD_S + 2 * SLOW_S) | lab.recover(since)
+    finally:
+        guest.sh(f"rm -r {folder}; systemctl daemon-reload")
+    if _container(guest) == old:
+        raise LabError("the container of the killed supervisor serves on")
+    return {"supervisor_killed": figures}
