@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from supervised import ROOT, Supervised
 
 from tfglm.cli.main import main
+from tfglm.cli.serving import start_logging
+from tfglm.settings import Settings
+from tfglm.supervisor.child import MARK
 from tfglm.supervisor.cluster import Cluster, Node
 from tfglm.supervisor.codes import Exit
 from tfglm.supervisor.facts import parse
@@ -51,6 +55,25 @@ def test_check_and_command_start_nothing(tmp_path: Path, capsys: pytest.CaptureF
         assert not two.engines()
         assert main(["rank", "reap", "--rank", "1", "--config", str(two.config(1))]) == 0
         assert "processes killed: 0" in capsys.readouterr().out
+
+
+def test_a_line_of_the_journal_has_time_and_rank_from_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which names the unit tfglm-rank0 in front of each."""
+    with Supervised(tmp_path, count=1) as one:
+        one.start()
+        one.until_serving(1)
+        lines = one.log(0).splitlines()
+    assert any(line.startswith("INFO start 1: ") for line in lines)
+    assert not any(re.match(r"\S+ rank 0|\d", line) for line in lines)
+    formats: list[str] = []
+    monkeypatch.setattr("logging.basicConfig", lambda level, format: formats.append(format))
+    settings = Settings(ranks=2, rank=1)
+    start_logging(settings)
+    monkeypatch.setenv(MARK, "sparks/1")
+    start_logging(settings)
+    assert formats[0] == "%(asctime)s rank 1 " + formats[1]
 
 
 FACTS: dict[str, Any] = {
