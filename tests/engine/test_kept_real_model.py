@@ -189,3 +189,19 @@ def test_a_disk_too_full_to_keep_anything_is_told_at_once(
 ) -> None:
     prompt_states(checkpoint.path, model, 4, Settings(disk_cache=str(tmp_path), disk_keep_free_gib=65536.0))
     assert "--disk-keep-free-gib is 65536.0: nothing new is stored there" in caplog.text
+
+
+def test_what_three_ranks_left_makes_room_for_one(checkpoint: Checkpoint, model: Glm53, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(checkpoint.path)
+    left = tmp_path / "rank1of3" / f"{'0' * 64}-{'0' * 32}.page"
+    left.parent.mkdir()
+    with left.open("wb") as file:
+        file.truncate(1 << 30)
+    settings = Settings(context=4 * PAGE, disk_cache=str(tmp_path), disk_cache_gib=1.0, disk_keep_free_gib=0.0)
+    states = prompt_states(checkpoint.path, model, 4, settings)
+    engine = Engine(model, tokenizer, settings, [0], states=states)
+    engine.start()
+    reply(engine, GenerationRequest("a", tokenizer.encode(TEXT)[: PAGE + 9], SamplingParams(seed=1), max_tokens=1))
+    end(engine)
+    states.drop(4)
+    assert not left.exists() and len(list(tmp_path.glob("rank0of1/*.page"))) == 1
