@@ -12,6 +12,7 @@ from tfglm.formats.exl3 import reconstruct
 from tfglm.ops.base import PlainExperts, Routing
 from tfglm.quantize.encoder import search_on
 from tfglm.quantize.experts import ExpertLayer
+from tfglm.quantize.hessian import feedback
 from tfglm.quantize.recipe import Recipe
 from tfglm.quantize.run import quantise_checkpoint
 
@@ -49,6 +50,18 @@ def test_experts_are_as_good_as_on_the_cpu(device: torch.device) -> None:
                 for m in (a, b)
             )
             assert on_gpu == pytest.approx(on_cpu, rel=0.05) and on_gpu < 0.5
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_hessian_that_rounding_made_indefinite(seed: int, device: torch.device) -> None:
+    """As of experts with inner columns that hardly ever fire: eigenvalues down to a rounding error of the largest."""
+    random = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(512, 512, generator=random, dtype=torch.float64)).Q
+    eigenvalues = torch.logspace(-1, -11, 512, dtype=torch.float64) - 2e-10
+    h = ((basis * eigenvalues) @ basis.T).float()
+    found, expected = feedback(h.to(device)), feedback(h)
+    assert found.lower is not None and bool(found.lower.isfinite().all())
+    assert found.spread == pytest.approx(expected.spread, rel=0.01)
 
 
 def test_a_whole_model(device: torch.device, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The quantiser of one linear against float64 algebra and plain loops."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -92,6 +94,20 @@ def test_block_factor() -> None:
 def test_singular_hessian_is_damped_until_it_factors() -> None:
     rank_one = torch.ones(32, 32)
     assert torch.isfinite(feedback(rank_one).lower).all()
+
+
+def test_a_factor_of_no_numbers_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the library says of it: a GPU's says nothing."""
+    factorise, calls = torch.linalg.cholesky_ex, []
+
+    def silent(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(h)
+        factor, failed = factorise(h)
+        return (factor * float("nan") if len(calls) == 1 else factor), torch.zeros_like(failed)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", silent)
+    found = feedback(torch.eye(32) * 0.5)
+    assert len(calls) == 2 and math.isfinite(found.spread)
 
 
 def test_scales_and_rotations_invert() -> None:

@@ -94,7 +94,8 @@ def _cholesky(h: torch.Tensor) -> torch.Tensor:
         raised = h.clone()
         raised.diagonal().add_(attempt * _RETRY_DAMPING * energy)
         factor, failed = torch.linalg.cholesky_ex(raised)
-        if not int(failed):
+        # On a GPU a matrix that rounding has made indefinite came back without an error, as no numbers.
+        if not int(failed) and bool(factor.isfinite().all()):
             return factor
     raise ArithmeticError(
         f"a {len(h)} x {len(h)} Hessian has no Cholesky factor even with half its mean diagonal added"
