@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from tfglm.ops import cuda_linear
 from tfglm.ops.cuda import CudaOps, Precision
 
 
@@ -23,3 +25,13 @@ def test_a_weight_at_the_address_of_one_that_is_gone_is_its_own() -> None:
         assert len(kept) < 1000, "the allocator never gives an address again"
         kept.append(held(float_out=False))
     assert ops.linear(no_rows, kept[-1]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["q4", "q6", "q8", "fp8"])
+def test_a_weight_converted_in_slabs_is_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(85, 192)
+    whole = cuda_linear.pack(weight, kind)
+    monkeypatch.setattr(cuda_linear, "_SLAB", 192 * 40)
+    parts = cuda_linear.pack(weight, kind)
+    assert torch.equal(parts.data, whole.data)
+    assert parts.scales is not None and whole.scales is not None and torch.equal(parts.scales, whole.scales)

@@ -19,6 +19,8 @@ _MAX_SLICES = 8
 _RING = (5, 8, 9, 8, 8)
 """Pieces in the ring of a decode kernel's warp, as in the kernel file."""
 _STAGES = 3
+_SLAB = 1 << 24
+"""Weights that are converted at once: what that takes beside them, 30 bytes a weight, is no part of any plan."""
 _TILE_N, _TILE_R = 128, 64
 """Of a block of the prompt kernel."""
 
@@ -43,11 +45,18 @@ def pack(weight: torch.Tensor, kind: str) -> Dense:
     rows, columns = weight.shape
     if kind == "bf16":
         return Dense(kind, rows, columns, weight.to(torch.bfloat16).contiguous())
+    slab = max(groups.ROWS, _SLAB // columns // groups.ROWS * groups.ROWS)
+    pieces, scales = zip(*(_packed(some, kind) for some in weight.split(slab)), strict=True)
+    return Dense(kind, rows, columns, torch.cat(pieces), torch.cat(scales))
+
+
+def _packed(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pieces and scales."""
     if kind == "fp8":
         fp8 = groups.pack_fp8(weight)
-        return Dense(kind, rows, columns, fp8.pieces, fp8.scale)
+        return fp8.pieces, fp8.scale
     packed = groups.pack(groups.quantise(weight, int(kind[1:])))
-    return Dense(kind, rows, columns, packed.pieces, packed.scales)
+    return packed.pieces, packed.scales
 
 
 def slices(columns: int) -> int:
