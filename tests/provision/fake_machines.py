@@ -135,7 +135,10 @@ elif verb == "run":
     given = [w for i, w in enumerate(words[:at]) if i and words[i - 1] == "--env"]
     given += [w.partition("=")[2] for w in words[:at] if w.startswith("--env=")]
     os.environ.update(dict(w.split("=", 1) for w in given if "=" in w))
-    if command[0] != "kernels":
+    mounts = dict(w.split("=", 1)[1].split(":")[:2][::-1] for w in words[:at] if w.startswith("--volume="))
+    if command[0] == "kernels":
+        pathlib.Path(mounts["/cache"], "tfglm/kernels").mkdir(parents=True, exist_ok=True)
+    else:
         os.environ["PYTHONPATH"] = "{project}"
         os.execv("{venv}/bin/python", ["python", "-c", "from tfglm.cli.main import entry; entry()", *command])
 """

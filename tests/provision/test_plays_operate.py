@@ -152,14 +152,13 @@ def test_stop_ends_what_runs_and_a_second_one_has_nothing_to_do(prepared: FakeMa
 def test_verify_of_ranks_that_are_down_checks_what_a_start_would(prepared: FakeMachines) -> None:
     node = prepared.root("spark2") / "etc/tfglm/rank.json"
     kept = node.read_text()
-    with prepared.serving("Paris"):
-        fine = prepared.play("verify")
-        node.write_text(kept.replace('"rank": 2', '"rank": 7'))
-        broken = prepared.play("verify")
+    down = prepared.play("verify", tfglm_wait_s=1)
+    node.write_text(kept.replace('"rank": 2', '"rank": 7'))
+    broken = prepared.play("verify", tfglm_wait_s=1)
     node.write_text(kept)
-    said = words(task(fine.stdout, "Refuse a rank that could not start"))
-    assert fine.returncode == 0, fine.stdout[-3000:]
-    assert said.count("network, checkpoint, image and memory are as they must be") == 3
+    said = words(task(down.stdout, "Refuse a rank that could not start"))
+    assert said.count("network, checkpoint, image and memory are as they must be") == 3, down.stdout[-3000:]
+    assert "E_RANKS: http://127.0.0.1:18999/health did not answer within 1 s" in words(down.stdout)
     assert "E_CONFIG: /etc/tfglm/rank.json: rank is 7; cluster.json has ranks 0 to 2" in words(broken.stdout)
 
 
@@ -182,5 +181,6 @@ def test_doctor_names_a_cable_that_is_cut(prepared: FakeMachines) -> None:
         prepared.run("spark1", "ip link set p0 up")
     assert done.returncode != 0
     said = words(done.stdout)
+    print(done.stdout)
     assert "E_FABRIC: spark1 p0 toward spark2 has no carrier" in said
     assert "Gather tensors over all ranks" not in said, "the trial waits for no rank that cannot come"

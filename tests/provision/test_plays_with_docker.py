@@ -20,6 +20,9 @@ IMAGE_ALONE = """
   gather_facts: false
   any_errors_fatal: true
   roles: [preflight, image]
+  handlers:
+    - name: Restart the rank
+      ansible.builtin.debug: {msg: not here}
 """
 
 
