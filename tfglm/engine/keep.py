@@ -50,15 +50,6 @@ def prompt_states(
         return PromptStates(KeptStates(model.cache.pool, kept_pages), replies=replies)
     pages = Pages([*model.cache.layers, *beside])
     store, known = _store(checkpoint, model, pages, settings)
-    free, keep = shutil.disk_usage(settings.disk_cache).free / GIB, keep_free(settings) / GIB
-    if free < keep:
-        log.warning(
-            "W_DISK_CACHE: %s has %.1f GiB free and --disk-keep-free-gib is %.1f: nothing new is stored there before "
-            "it has more",
-            settings.disk_cache,
-            free,
-            keep,
-        )
     kept = KeptStates(model.cache.pool, kept_pages, known)
     if model.group.ranks > 1:
         return PromptStates(kept, RankedDiskTier(kept, pages, store, model.group), replies=replies)
@@ -89,6 +80,15 @@ def _store(checkpoint: Path, model: Glm53, pages: Pages, settings: Settings) -> 
         limit=round(settings.disk_cache_gib * GIB),
         keep_free=keep_free(settings),
     )
+    free, keep = shutil.disk_usage(settings.disk_cache).free / GIB, keep_free(settings) / GIB
+    if free < keep:
+        log.warning(
+            "W_DISK_CACHE: %s has %.1f GiB free and --disk-keep-free-gib is %.1f: nothing new is stored there before "
+            "it has more",
+            settings.disk_cache,
+            free,
+            keep,
+        )
     return store, known
 
 
