@@ -32,6 +32,7 @@ from tfglm.cache.pages import PAGE, PagePool, Stream, pages_for
 from tfglm.checkpoint.vocabulary import build_tokenizer
 from tfglm.drafts.base import Ask, Draft, Drafter, Kept
 from tfglm.drafts.block_config import BlockConfig
+from tfglm.drafts.block_drafter import Table
 from tfglm.drafts.candidates import CANDIDATES
 from tfglm.drafts.costs import THREE_SPARKS
 from tfglm.drafts.dspark import DSparkScorer
@@ -216,16 +217,16 @@ def dspark_choice(temperature: float, rounds: int = 200) -> float:
             },
         }
     )  # fmt: skip
-    tables = {f"markov_head.markov_w{n}.weight": torch.randn(VOCAB, rank).bfloat16() for n in (1, 2)}
+    tables = [Table(torch.randn(VOCAB, rank).bfloat16()) for _ in range(2)]
     dice = np.random.default_rng(0)
-    head = dice.standard_normal((1, hidden + rank)) / 100
-    small = {"confidence_head.proj.weight": head, "confidence_head.proj.bias": np.zeros(1)}
+    head = dice.standard_normal((1, hidden + rank), np.float32) / 100
+    small = {"confidence_head.proj.weight": head, "confidence_head.proj.bias": np.zeros(1, np.float32)}
     sampling = SamplingParams(temperature=temperature, top_p=0.95)
     took = []
     for number in range(rounds):
         ids = np.sort(np.stack([dice.choice(VOCAB, CANDIDATES, replace=False) for _ in range(most)]))
         values = dice.standard_normal(ids.shape).astype(np.float32)
-        rows, before = dice.standard_normal((most, hidden)), 7
+        rows, before = dice.standard_normal((most, hidden), np.float32), 7
         start = time.perf_counter()
         score = DSparkScorer(config, tables, small, rows)
         draw = Guess(sampling, seed=1, position=number, vocab_size=VOCAB, counts=None, noise=1.0)

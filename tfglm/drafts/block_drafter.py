@@ -222,13 +222,21 @@ class Scorer(ABC):
         the drafter is of this slot, if it has a head for that."""
 
 
-def table_rows(table: torch.Tensor, ids: np.ndarray | int) -> np.ndarray:
-    """Rows of a table [n, width] of any float dtype as float64. bfloat16 is read as words: numpy has no such type."""
-    if table.dtype == torch.bfloat16:
-        words = table.view(torch.int16).numpy()[ids].astype(np.uint16)
-        return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    rows: np.ndarray = table.numpy()[ids].astype(np.float64)
-    return rows
+class Table:
+    """A table [n, width] of any float dtype whose rows are wanted as float32, a few at a time. bfloat16 is read as
+    words: numpy has no such type."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._words = table.dtype == torch.bfloat16
+        self._table = (table.view(torch.int16) if self._words else table).numpy()
+        if self._words:
+            self._table = self._table.view(np.uint16)
+
+    def __getitem__(self, ids: np.ndarray | int) -> np.ndarray:
+        rows = self._table[ids]
+        if not self._words:
+            return rows.astype(np.float32)
+        return np.left_shift(rows, 16, dtype=np.uint32).view(np.float32)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
