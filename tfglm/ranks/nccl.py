@@ -9,6 +9,7 @@ NCCL gives a communicator back only when no captured graph holds it any more, an
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from datetime import timedelta
 
@@ -42,6 +43,8 @@ class NcclWire:
         self.arrivals = Arrivals(_Mark)
         self._aborted: str | None = None
         self._ending = threading.Lock()
+        # Of its flight recorder, which asks rank 0's store once a second, also when that has gone with its rank.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=limit_s)
         try:
