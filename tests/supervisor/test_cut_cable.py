@@ -22,7 +22,7 @@ def _possible() -> bool:
     try:
         ip("netns", "add", name)
         try:
-            ip("-n", name, "link", "add", "a", "mtu", "9000", "type", "veth", "peer", "name", "b")
+            ip("-n", name, "link", "add", "name", "a0", "mtu", "9000", "type", "veth", "peer", "name", "b0")
         finally:
             ip("netns", "delete", name)
     except (OSError, subprocess.SubprocessError):
