@@ -1,11 +1,11 @@
 """What copies beside a model's drafts are worth on edits, with the tiny trained model.
 
-    PYTHONPATH=. python benchmarks/edit_drafts.py [--out benchmarks/results/edit_drafts.json] [--count 12] [--threads 2]
+    PYTHONPATH=. python benchmarks/edit_drafts.py [--out benchmarks/results/edit_drafts.json] [--clock sparks]
 
 Texts to repeat, texts with one word replaced, code with a name changed, lines of a log: of the kinds that the model was
 trained on, with numbers of their own. One request at a time, thinking on, greedy and at temperature 0.6. Every reply is
-compared with the one that nobody drafted for. Twice: with costs measured here and real tokens a second, and by the cost
-table of three DGX Sparks, which no load of this machine can change.
+compared with the one that nobody drafted for. By the cost table of three DGX Sparks, which no load of this machine can
+change, and (--clock here) with costs measured here and real tokens a second, for which it must be quiet.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from tiny_drafts import WAYS, by_slot
 from tiny_model import Reply, SparkClock, ask, hardware, served
 
+from tfglm.drafts.costs import THREE_SPARKS
 from tfglm.engine.api import GenerationRequest, SamplingParams
 from tfglm.server.state import Served
 from training.data import editing
@@ -67,8 +69,10 @@ def measured(
         "tokens": sum(made.values()),
         "tokens_a_round": round((sum(made.values()) - 4 * count) / (after.rounds - before.rounds), 2),
     }
-    if clock.ms > ms:
-        figures["tokens_a_second_on_three_sparks"] = round(1000 * (clock.tokens - tokens) / (clock.ms - ms), 1)
+    if drafted := clock.ms - ms:
+        figures["tokens_a_second"] = round(1000 * (clock.tokens - tokens) / drafted, 1)
+    elif clock.on:
+        figures["tokens_a_second"] = round(1000 / THREE_SPARKS.window(1), 1)
     else:
         figures["tokens_a_second"] = round(1000 * sum(made.values()) / sum(took.values()), 1)
         figures["by_task"] = {task: round(1000 * made[task] / took[task], 1) for task in TASKS}
@@ -82,27 +86,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/edit_drafts.json"))
     parser.add_argument("--count", type=int, default=12, help="edits of each of the four kinds")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=("sparks", "here"), default="sparks")
     args = parser.parse_args()
-    facts, results = hardware(args.threads), []
+    facts, results = {**hardware(args.threads), "clock": args.clock}, []
     serial: dict[float, list[list[int]]] = {}
     for name, given in WAYS.items():
         clock = SparkClock()
-        with served(args.threads, **given) as model:
+        with clock.running() if args.clock == "sparks" else nullcontext(), served(args.threads, **given) as model:
             replies(model, 1, 0.0)  # warm
             for temperature in (0.0, 0.6):
                 figures, ids = measured(model, args.count, temperature, clock)
                 if ids != serial.setdefault(temperature, ids):
                     raise SystemExit(f"drafts by {name} changed a reply")
                 results.append({"drafts_by": name, "temperature": temperature, **figures})
-                print(name, temperature, figures["tokens_a_second"], figures["tokens_a_round"], flush=True)
-        if name == "none":
-            continue
-        with clock.running(), served(args.threads, **given) as model:
-            figures, ids = measured(model, args.count, 0.0, clock)
-            if ids != serial[0.0]:
-                raise SystemExit(f"drafts by {name} changed a reply")
-            results.append({"drafts_by": name, "temperature": 0.0, "costs": "three Sparks", **figures})
-            print(name, "three Sparks", figures["tokens_a_second_on_three_sparks"], flush=True)
+                print(name, temperature, {k: v for k, v in figures.items() if k != "drafts"}, flush=True)
     args.out.write_text(json.dumps({**facts, "results": results}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -69,6 +69,7 @@ class SparkClock:
     nothing. ms: of all rounds so far; tokens: that they gave."""
 
     def __init__(self) -> None:
+        self.on = False
         self.ms = 0.0
         self.tokens = 0
 
@@ -84,9 +85,11 @@ class SparkClock:
 
         loading.sound_costs = lambda model, drafter, text: (drafter, THREE_SPARKS)  # type: ignore[assignment]
         Policy.spent = counted  # type: ignore[method-assign]
+        self.on = True
         try:
             yield self
         finally:
+            self.on = False
             loading.sound_costs, Policy.spent = costs, spent  # type: ignore[method-assign]
 
 
