@@ -4,7 +4,8 @@
 
 The state is one rank's of three of a 94,317-token prompt of GLM-5.3 in fp4, 1.23 GB in 123 pages of random bytes; it
 travels between the disk and the planes of all layers as it does under the engine. Files leave the page cache after each
-step, so reads come from the disk. The prompts are read by a synthetic model on the CPU.
+step, so reads come from the disk. The prompts are read by a synthetic model. With --device cuda the planes and that
+model are on a GPU.
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         result = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
             "load_average": os.getloadavg()[0],
-            "disk": disk(Path(folder), args.repeats),
-            "prompts": prompts(Path(folder)),
+            "disk": disk(Path(folder), args.repeats, args.device),
+            "prompts": prompts(Path(folder), args.device),
         }
     print(json.dumps(result, indent=2))
     if args.out:
@@ -68,9 +71,9 @@ def main() -> None:
 # ---- the disk
 
 
-def disk(folder: Path, repeats: int) -> dict[str, Any]:
+def disk(folder: Path, repeats: int, device: str) -> dict[str, Any]:
     """GB/s of every step, the median of some repeats, and seconds of the whole state."""
-    planes = full_planes()
+    planes = full_planes(device)
     pages = Pages(planes)
     count = planes[0].latent.shape[0]
     for plane in (plane for layer in planes for plane in (layer.latent, layer.rope, layer.index) if plane is not None):
@@ -90,12 +93,12 @@ def disk(folder: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-def full_planes() -> list[LayerPlanes]:
+def full_planes(device: str) -> list[LayerPlanes]:
     config = published("full").config
     row, count = layer_bytes(config, KV), pages_for(-(-TOKENS // RANKS))
 
     def plane(width: int) -> torch.Tensor:
-        return torch.empty(count, PAGE, width, dtype=torch.uint8)
+        return torch.empty(count, PAGE, width, dtype=torch.uint8, device=device)
 
     return [
         LayerPlanes(plane(row.latent), plane(row.rotary), plane(row.index) if kind == "full" else None)
@@ -185,14 +188,14 @@ def timed(work: Callable[[], None]) -> float:
 # ---- prompts
 
 
-def prompts(folder: Path) -> dict[str, Any]:
+def prompts(folder: Path, device: str) -> dict[str, Any]:
     """Milliseconds to the first token of one long prompt: fresh, from memory, from the disk after a restart."""
     write_checkpoint(folder / "tiny", "tiny", 0)
     settings = Settings(
         context=8192, parallel=1, prefill_rows=256, disk_cache=str(folder / "cache"), disk_keep_free_gib=0
     )
     with Checkpoint.open(folder / "tiny") as checkpoint:
-        model = load_model(checkpoint, tokens=3 * 8192)
+        model = load_model(checkpoint, tokens=3 * 8192, device=device)
         tokenizer = Tokenizer.from_folder(folder / "tiny")
         text = tokenizer.encode("What is read once need not be read again. " * 1000)[:8000]
         wanted = GenerationRequest("a", text, SamplingParams(seed=1), max_tokens=16, ignore_eos=True)
