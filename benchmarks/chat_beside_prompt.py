@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from tiny_model import DSPARK, hardware, served
 
 from tfglm.checks.suite import problem
@@ -111,7 +112,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    facts, results = {**hardware(args.threads), "device": args.device}, []
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    facts, results = {**hardware(args.threads), "device": device}, []
     for rows, runs in RUNS.items():
         settings = {"device": args.device, "prefill_rows": rows, "context": 16384, "parallel": 2, "kept_gib": 0}
         with served(args.threads, **settings, **DSPARK) as model:
