@@ -52,9 +52,11 @@ class Meeting:
     def lead(self, facts: dict = FACTS) -> None:
         self.start(0, lambda: lead(self.listener, self.ranks, facts, **self._lead_options))
 
-    def join(self, rank: int, facts: dict = FACTS, name: object = None, ranks: int | None = None) -> None:
+    def join(
+        self, rank: int, facts: dict = FACTS, name: object = None, ranks: int | None = None, **more: object
+    ) -> None:
         name = rank if name is None else name
-        options = {"limit_s": 20.0, "timing": TIMING, "progress": self.lines.append}
+        options = {"limit_s": 20.0, "timing": TIMING, "progress": self.lines.append, **more}
         self.start(name, lambda: join(self.address, rank, ranks or self.ranks, facts, **options))
 
     def wait_until_joined(self) -> None:
@@ -313,3 +315,38 @@ def test_meeting_and_beating_need_no_torch() -> None:
     """So that a small process that watches a rank can do both."""
     code = "import sys, tfglm.ranks.bootstrap, tfglm.ranks.control; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+class Stopped:
+    """A rank that is told to end."""
+
+    def __init__(self, rank: int) -> None:
+        self.error = RanksError(f"rank {rank} was stopped")
+        self.now = False
+
+    def check(self) -> None:
+        if self.now:
+            raise self.error
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stopped_while_the_others_are_waited_for(meet: Callable[..., Meeting], stopped: int) -> None:
+    ends = {rank: Stopped(rank) for rank in (0, 1)}
+    meeting = meet(watch=ends[0].check)
+    meeting.lead()
+    meeting.join(1, watch=ends[1].check)
+    meeting.wait_until_joined()
+    ends[stopped].now = True
+    for error in meeting.finish().values():
+        assert isinstance(error, RanksError) and error.message == f"rank {stopped} was stopped"
+
+
+def test_a_rank_that_is_stopped_while_it_dials(meet: Callable[..., Meeting]) -> None:
+    end = Stopped(1)
+    meeting = meet()
+    meeting.listener.close()
+    meeting.join(1, watch=end.check)
+    time.sleep(0.5)
+    assert not meeting.results
+    end.now = True
+    assert meeting.finish()[1] is end.error

@@ -172,12 +172,18 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
     the ranks end, CheckpointError and ConfigError."""
     with Checkpoint.open(path) as checkpoint:
         facts = facts_of(checkpoint, settings)
-        _stop_on_signals(settings.rank)
+        signals = _Signals(settings.rank)
         control = join(
-            leader, settings.rank, settings.ranks, facts, limit_s=settings.rank_join_s, timing=_timing(settings)
+            leader,
+            settings.rank,
+            settings.ranks,
+            facts,
+            limit_s=settings.rank_join_s,
+            watch=signals.check,
+            timing=_timing(settings),
         )
         end_process_on_failure(control)
-        _end_all_on_signals(control)
+        signals.end(control)
         guard = Guard(round(settings.guard_gib * GIB), round(settings.floor_gib * GIB), _short_of_memory(control))
         try:
             guard.start()
@@ -216,28 +222,32 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
         group.close()
 
 
-def _stop_on_signals(rank: int) -> None:
-    """While the ranks meet, a signal is an error like others, of which rank 0 hears if it is there."""
+class _Signals:
+    """What a rank other than 0 makes of SIGTERM and SIGINT: the others cannot go on without it, and should not have to
+    guess why it has gone."""
 
-    def received(number: int, _: object) -> None:
-        raise _stopped(rank, number)
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._control: Control | None = None
+        self._stopped: RanksError | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, received)
+    def check(self) -> None:
+        """Raises RanksError once a signal has come."""
+        if self._stopped is not None:
+            raise self._stopped
 
+    def end(self, control: Control) -> None:
+        """From now on a signal ends all ranks."""
+        self._control = control
+        if self._stopped is not None:
+            control.fail(self._stopped)
 
-def _end_all_on_signals(control: Control) -> None:
-    """The others cannot go on without this rank, and should not have to guess why it has gone."""
-
-    def received(number: int, _: object) -> None:
-        control.fail(_stopped(control.rank, number))
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, received)
-
-
-def _stopped(rank: int, number: int) -> RanksError:
-    return RanksError(f"rank {rank} was stopped by {signal.Signals(number).name}")
+    def _received(self, number: int, _: object) -> None:
+        self._stopped = RanksError(f"rank {self._rank} was stopped by {signal.Signals(number).name}")
+        if self._control is not None:
+            self._control.fail(self._stopped)
 
 
 def _short_of_memory(control: Control) -> Callable[[LowWater], None]:

@@ -31,6 +31,7 @@ PROGRESS_S = 5.0
 _HELLO_S = 5.0  # for a connection to say who it is
 _MAX_UNKNOWN = 32  # connections that have not said hello
 _RETRY_S = 0.25
+_CONNECT_S = 2.0
 _NOTHING = "nothing"
 
 
@@ -259,21 +260,23 @@ def join(
     limit_s: float = 300.0,
     source: str = "",
     progress: Callable[[str], None] = log.info,
+    watch: Callable[[], None] = lambda: None,
     timing: Timing | None = None,
 ) -> Control:
     """A follower: dial rank 0 until it answers, say hello, wait until all have come.
 
-    source: the own address to dial from; empty leaves it to the system. Raises RankNeverCame when rank 0 cannot be
-    reached within limit_s, or some rank did not come; RankMismatch and RanksError as `lead`.
+    source: the own address to dial from; empty leaves it to the system. progress, watch: as `lead`'s. Raises
+    RankNeverCame when rank 0 cannot be reached within limit_s, or some rank did not come; RankMismatch and RanksError
+    as `lead`.
     """
     timing = timing or Timing()
     began = time.monotonic()
-    link = _dial(leader, began, limit_s, source, progress)
+    link = _dial(leader, began, limit_s, source, progress, watch)
     try:
         hello = Frame("hello", {"protocol": PROTOCOL, "rank": rank, "ranks": ranks, "facts": dict(facts)})
         link.send(encode(hello))
         link.accept(RANK)
-        early = _await_welcome(link, leader, began, limit_s, progress, timing)
+        early = _await_welcome(link, leader, began, limit_s, progress, watch, timing)
     except BaseException as error:
         what = f"rank {rank} failed while the ranks met: {type(error).__name__}: {error}"
         link.send_now(failed_frame(error if isinstance(error, RanksError) else RanksError(what)))
@@ -282,11 +285,19 @@ def join(
     return Control(rank, ranks, {0: link}, timing, early)
 
 
-def _dial(leader: Address, began: float, limit_s: float, source: str, progress: Callable[[str], None]) -> Link:
+def _dial(
+    leader: Address,
+    began: float,
+    limit_s: float,
+    source: str,
+    progress: Callable[[str], None],
+    watch: Callable[[], None],
+) -> Link:
     told = began
     while True:
+        watch()
         try:
-            sock = socket.create_connection(leader, timeout=PROGRESS_S, source_address=(source, 0) if source else None)
+            sock = socket.create_connection(leader, timeout=_CONNECT_S, source_address=(source, 0) if source else None)
             return Link(sock)
         except OSError as error:
             waited = time.monotonic() - began
@@ -300,7 +311,13 @@ def _dial(leader: Address, began: float, limit_s: float, source: str, progress: 
 
 
 def _await_welcome(
-    link: Link, leader: Address, began: float, limit_s: float, progress: Callable[[str], None], timing: Timing
+    link: Link,
+    leader: Address,
+    began: float,
+    limit_s: float,
+    progress: Callable[[str], None],
+    watch: Callable[[], None],
+    timing: Timing,
 ) -> list[Frame]:
     """What rank 0 has sent after its welcome."""
     where = address_text(leader)
@@ -309,6 +326,7 @@ def _await_welcome(
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ)
         while True:
+            watch()
             try:
                 frames = link.read() if selector.select(timing.beat_s) else []
             except FrameError as error:
