@@ -107,7 +107,6 @@ def test_a_ranks_command_is_a_container_with_the_gpu_and_its_labels(docked: Fake
         "docker run --rm --name tfglm-sparks-1 --label=tfglm.cluster=sparks --label=tfglm.rank=1 ",
         "--device nvidia.com/gpu=all",
         "--volume /srv/models:/srv/models:ro --volume /var/cache/tfglm:/cache",
-        "--ulimit memlock=-1",
         "engine /srv/models/tiny --rank 1 --ranks 3 --leader 10.77.9.10:29561",
     ):
         assert part in done.stdout
