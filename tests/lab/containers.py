@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,12 +18,10 @@ Figures = dict[str, Any]
 VENV = "/opt/tfglm/venv"
 DAEMON = {"bridge": "none", "iptables": False, "ip6tables": False}
 """Ranks use the machine's own network, the plan of their memory none: the guests' kernel need not have bridges."""
-PACKAGES = f"{VENV}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-LARGE = [f"{PACKAGES}/{name}" for name in ("torch", "sympy", "networkx")]
 VARIABLES = {
     "tfglm_runtime": "docker",
     "tfglm_image_free_gib": 0,
-    "tfglm_docker_volumes": [f"{path}:{path}:ro" for path in LARGE],
+    "tfglm_docker_volumes": [f"{VENV}:{VENV}:ro"],
 }
 TREE = "bin lib lib64 etc/ld.so.cache etc/passwd etc/group usr/bin/python3* usr/lib/python3* usr/lib/x86_64-linux-gnu"
 COMMAND = """#!{venv}/bin/python
@@ -77,7 +74,9 @@ def _daemon(guest: Guest) -> None:
 
 def _make(head: Guest, image: str) -> None:
     """The image that plan.yml has named, of the head's own files and tfglm as it is installed there."""
-    source = head.sh("ls -d /opt/tfglm/src/*").split()[0]
+    if image in head.sh("docker images --format '{{.Repository}}:{{.Tag}}'"):
+        return
+    source = re.findall(r'"(/opt/tfglm/src/\w+)"', head.sh("cat /opt/tfglm/bin/tfglm"))[0]
     folder = "/var/tmp/image"
     head.sh(f"rm -rf {folder}; mkdir -p {folder}/usr/local/bin {folder}/tmp {folder}/cache; chmod 1777 {folder}/tmp")
     head.write(f"{folder}/usr/local/bin/tfglm", COMMAND.format(venv=VENV, source=source))
@@ -87,9 +86,7 @@ def _make(head: Guest, image: str) -> None:
         f"LABEL tfglm.hash={image.partition(':')[2]} tfglm.base=lab",
     ]
     options = " ".join(f"--change '{change}'" for change in changes)
-    without = " ".join(f"--exclude={path.lstrip('/')}/*" for path in LARGE)
-    parts = f"{TREE} usr/bin/sleep {VENV.lstrip('/')} {source.lstrip('/')}"
-    tree = f"cd / && tar -c {without} {parts} -C {folder} usr/local tmp cache"
+    tree = f"cd / && tar -c {TREE} usr/bin/sleep {source.lstrip('/')} -C {folder} usr/local tmp cache"
     head.sh(f"chmod 755 {folder}/usr/local/bin/tfglm; ({tree}) | docker import {options} - {image}", limit=400)
     head.sh(f"rm -r {folder}")
 

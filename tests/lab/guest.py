@@ -32,14 +32,15 @@ class Guest:
 
     def start(self) -> None:
         mac = f"52:54:00:77:0{self.index}"
+        # gro: takes the large frames that the others' kernels send. They would be cut, and bulk copies would crawl.
         cables = [wiring.tap(cable, self.index) for cable in wiring.PORTS[self.index]]
         command = [
             *("linux.uml", f"umid={self.name}", f"uml_dir={self.folder}", f"mem={self.memory}"),
             *(f"ubd0={self.folder / 'disk'},{self.image}", "root=/dev/ubda", "rw", "quiet"),
             *("con=null", "con0=null,fd:1", "ssl=null", f"systemd.hostname={self.name}"),
-            f"vec0:transport=tap,ifname=m{self.index},depth=64,mac={mac}:00",
+            f"vec0:transport=tap,ifname=m{self.index},depth=64,gro=1,mac={mac}:00",
             *(
-                f"vec{number}:transport=tap,ifname={cable},depth=64,mtu=9000,mac={mac}:0{number}"
+                f"vec{number}:transport=tap,ifname={cable},depth=64,gro=1,mtu=9000,mac={mac}:0{number}"
                 for number, cable in enumerate(cables, start=1)
             ),
         ]

@@ -11,12 +11,10 @@ ssh-keygen -A >/dev/null
 sed -i /pam_systemd/d /etc/pam.d/common-session
 printf 'UseDNS no\nGSSAPIAuthentication no\nMaxStartups 50\n' >/etc/ssh/sshd_config.d/lab.conf
 
-# User-mode Linux drops large frames that it did not negotiate: no offloads, anywhere.
-offloads='TCPSegmentationOffload=no\nGenericSegmentationOffload=no\nGenericReceiveOffload=no\n'
 network=/etc/systemd/network
 mkdir -p $network
 rm -f $network/*
-printf "[Match]\nOriginalName=vec0\n[Link]\nName=enP7s7\n$offloads" >$network/10-management.link
+printf '[Match]\nOriginalName=vec0\n[Link]\nName=enP7s7\n' >$network/10-management.link
 for guest in 0 1 2; do
   printf '[Match]\nName=enP7s7\nHost=spark%d\n[Network]\nAddress=10.77.0.1%d/24\nGateway=10.77.0.1\nIPv6AcceptRA=no\nLinkLocalAddressing=no\n' \
     $guest $guest >$network/20-management$guest.network
@@ -26,12 +24,12 @@ done
 # the ports that the roles see are bridges of one port each, which begin at 1500 as a Spark's do and take any MTU.
 wire=0
 for port in enp1s0f0np0 enp1s0f1np1; do
-  printf "[Match]\nOriginalName=vec%d\n[Link]\nName=wire%d\n$offloads" $((wire + 1)) $wire >$network/10-wire$wire.link
+  printf "[Match]\nOriginalName=vec%d\n[Link]\nName=wire%d\n" $((wire + 1)) $wire >$network/10-wire$wire.link
   printf '[Match]\nName=wire%d\n[Link]\nRequiredForOnline=no\n[Network]\nBridge=%s\nLinkLocalAddressing=no\nIPv6AcceptRA=no\n' \
     $wire $port >$network/15-wire$wire.network
   printf '[NetDev]\nName=%s\nKind=bridge\nMTUBytes=1500\n[Bridge]\nSTP=no\nForwardDelaySec=0\nMulticastSnooping=no\n' \
     $port >$network/15-$port.netdev
-  printf "[Match]\nOriginalName=$port\n[Link]\nMACAddressPolicy=none\n$offloads" >$network/15-$port.link
+  printf "[Match]\nOriginalName=$port\n[Link]\nMACAddressPolicy=none\n" >$network/15-$port.link
   wire=$((wire + 1))
 done
 
