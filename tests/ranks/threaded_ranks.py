@@ -104,7 +104,7 @@ def spread(
     def follow(rank: int) -> None:
         try:
             model = loading(rank)
-            known = {"forward": model.follow_forward, **(handlers(checkpoint, model) if handlers else {})}
+            known = {**model.handlers(), **(handlers(checkpoint, model) if handlers else {})}
             while (message := meeting.messages[rank].get()) is not None:
                 known[message.kind](message)
         except BaseException as error:

@@ -152,13 +152,17 @@ def test_a_served_reply_is_that_of_ranks_in_one_process(checkpoint: Path) -> Non
 
 
 @two_gpus
-def test_ranks_with_a_gpu_each_reply_over_nccl_as_through_host_memory(checkpoint: Path) -> None:
+@pytest.mark.parametrize("cp", ["0", "1"])
+def test_ranks_with_a_gpu_each_reply_over_nccl_as_through_host_memory(cp: str, checkpoint: Path) -> None:
     """The same sums in the same order, here in captured windows and there launched; and both end in order."""
     replies = {}
     samplings = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}]
     for asked, wire in (("auto", "nccl"), ("shared", "shared")):
-        with ServerProcess(*SERVE, checkpoint, "--ranks", "2", *SMALL, "--wire", asked) as server:
+        with ServerProcess(*SERVE, checkpoint, "--ranks", "2", *SMALL, "--wire", asked, "--cp", cp) as server:
             server.wait_for(f"(tensors travel through {wire})")
+            if wire == "nccl":
+                assert server.wait_for(r"rank 0 .*: model: (\d+) windows captured") == "16"
+                assert server.wait_for(r"rank 0 .*: MTP layer: (\d+) windows captured") == "16"
             url, pids = serving(server), list(ranks_of(server).values())
             for draft in (True, False):
                 fields = {"prompt": TEXT[:500], "max_tokens": 80, "extra_body": {"ignore_eos": True, "draft": draft}}

@@ -81,7 +81,7 @@ class MtpDrafter:
                 context.tokens = context.tokens[-1:]
 
     def handlers(self, model: Glm53) -> Mapping[str, Callable[[Message], None]]:
-        return self.rows.handlers()
+        return {**self.rows.handlers(), **self._mtp.handlers()}
 
     def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         contexts: list[MtpContext] = [ask.context for ask in asks]

@@ -30,7 +30,6 @@ from tfglm.engine.keep import disk_follower
 from tfglm.engine.machine import computing_facts
 from tfglm.errors import RanksError, TfglmError
 from tfglm.memory.guard import Guard, LowWater
-from tfglm.models.glm53 import FORWARD
 from tfglm.models.load import load_model
 from tfglm.ranks.bootstrap import join, lead
 from tfglm.ranks.control import Control, Timing, end_process_on_failure
@@ -212,7 +211,7 @@ def follow(path: Path, settings: Settings, leader: tuple[str, int]) -> None:
         group.meet("loading", settings.rank_load_s)
         control.post(f"state/{settings.rank}", b"ready")
         log.info("rank %d is ready", settings.rank)
-        handlers = {FORWARD: model.follow_forward, **(drafter.handlers(model) if drafter else {})}
+        handlers = {**model.handlers(), **(drafter.handlers(model) if drafter else {})}
         follow_messages(group, {**handlers, **(disk.handlers() if disk else {})})
     finally:
         guard.stop()

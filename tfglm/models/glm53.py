@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +27,9 @@ from tfglm.ops.reference import ReferenceOps
 from tfglm.ops.rows import Rows as RowMath
 
 FORWARD = "forward"
-"""The kind of message that `follow_forward` follows."""
+"""The kind of message that announces a forward pass."""
+
+Handler = Callable[[Message], None]
 
 
 class Glm53:
@@ -124,18 +126,21 @@ class Glm53:
     def _announced(self, window: Sequence[Rows], taps: Taps) -> Iterator[LaidOut]:
         """The rows laid out for a forward pass that every other rank was told to join."""
         torch.get_num_threads()  # a new thread's BLAS runs with the process's default thread count until torch is asked
-        with appended(window, self.cache.pool, self.config) as rows:
-            message = to_message(FORWARD, rows, {"normed": int(taps.normed), "layers": list(taps.layers)})
-            with together(self.group, message):
-                yield rows
+        with (
+            appended(window, self.cache.pool, self.config) as rows,
+            together(self.group, to_message(FORWARD, rows, taps.facts())),
+        ):
+            yield rows
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """A rank other than 0: its part of what rank 0 announces, by the kind of message."""
+        return {FORWARD: self.follow_forward}
 
     @torch.inference_mode()
     def follow_forward(self, message: Message) -> None:
         """A rank other than 0: its part of the forward pass that rank 0 announced."""
         torch.get_num_threads()
-        normed, layers = message.facts["normed"], message.facts["layers"]
-        assert isinstance(layers, Sequence)
-        self.followed = self._forward(from_message(message), Taps(bool(normed), tuple(int(layer) for layer in layers)))
+        self.followed = self._forward(from_message(message), Taps.of(message))
 
     def _forward(self, rows: LaidOut, taps: Taps) -> Passed:
         ops, config, weights = self.ops, self.config, self.weights

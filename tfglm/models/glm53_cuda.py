@@ -7,7 +7,7 @@ drawn on the device (ops.draw), so that a row's 154,880 logits need not come to 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -20,7 +20,7 @@ from tfglm.checkpoint.config import ModelConfig
 from tfglm.errors import ConfigError, MemoryShortError
 from tfglm.formats.latent import KvFormat
 from tfglm.models.context import dealt_out
-from tfglm.models.glm53 import Glm53
+from tfglm.models.glm53 import Glm53, Handler
 from tfglm.models.graphs_cuda import GRAPH_ROWS, Captured, Graphs, context_kind, context_kinds
 from tfglm.models.source import Source
 from tfglm.models.split import Vocabulary
@@ -34,12 +34,15 @@ from tfglm.models.weights import (
     load_embedding,
     load_layer,
 )
-from tfglm.models.window import LaidOut, Rows, appended
+from tfglm.models.window import LaidOut, Rows, appended, from_message, to_message
 from tfglm.ops.base import PlainExperts, Window
 from tfglm.ops.cuda import CudaOps, Precision
 from tfglm.ops.cuda_sample import Sampler
 from tfglm.ops.draw import Draw
-from tfglm.ops.group import Alone, Group
+from tfglm.ops.group import Alone, Group, Message, together
+
+PREPARE = "prepare"
+"""The kind of message that has a window captured."""
 
 
 class PackedCache:
@@ -129,8 +132,7 @@ class CudaGlm53(Glm53):
         logits = torch.empty(rows, self._host.shape[1])
         host = self._host[:rows] if rows <= GRAPH_ROWS else logits
         host.copy_(passed.logits[:rows], non_blocking=True)
-        torch.cuda.current_stream(self.device).synchronize()
-        self.group.check()
+        self.finished()
         return replace(passed, logits=logits if host is logits else logits.copy_(host))
 
     def _launched(self, rows: LaidOut, taps: Taps) -> Passed:
@@ -145,16 +147,34 @@ class CudaGlm53(Glm53):
     @torch.inference_mode()
     def prepare(self, rows: int, window: int, taps: Taps) -> None:
         """Capture every decode window of up to `rows` rows that replies in windows of `window` tokens come to need, so
-        that none has to wait for it. Where other ranks take part, it is left to the first who needs one."""
-        if self.graphs is None or self.group.ranks > 1:
+        that none has to wait for it; on all ranks."""
+        if self.graphs is None:
             return
         stream, kinds = self.open_stream(), product(context_kinds(window), range(min(rows, GRAPH_ROWS), 0, -1))
         with self.graphs.told("model"):
             for context, count in kinds:
-                with appended([Rows(stream, [0] * count, count)], self.cache.pool, self.config) as laid_out:
+                with (
+                    appended([Rows(stream, [0] * count, count)], self.cache.pool, self.config) as laid_out,
+                    together(self.group, to_message(PREPARE, laid_out, {**taps.facts(), "context": context})),
+                ):
                     self._replayed(laid_out, context, taps)
+                    self.finished()
                 stream.truncate(0)
         stream.close()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {**super().handlers(), PREPARE: self._follow_prepare}
+
+    @torch.inference_mode()
+    def _follow_prepare(self, message: Message) -> None:
+        [context] = message.integers("context")
+        self._replayed(from_message(message), context, Taps.of(message))
+        self.finished()
+
+    def finished(self) -> None:
+        """Wait until all that was launched is done, on a device that may have waited for the other ranks'."""
+        torch.cuda.current_stream(self.device).synchronize()
+        self.group.check()
 
     def close(self) -> None:
         self.graphs = None

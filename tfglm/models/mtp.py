@@ -9,7 +9,7 @@ from the row after shared_head.norm.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from tfglm.cache.pages import PAGE, Follower, Stream
 from tfglm.checkpoint.config import ModelConfig
 from tfglm.checkpoint.names import layer_prefix
 from tfglm.models import mla, moe
-from tfglm.models.glm53 import Glm53
+from tfglm.models.glm53 import Glm53, Handler
 from tfglm.models.source import Read, RenamedSource, Source, as_source
 from tfglm.models.weights import ModelWeights, load_layer
 from tfglm.models.window import LaidOut, Rows, appended
@@ -111,6 +111,10 @@ class Mtp:
 
     def prepare(self, rows: int, window: int) -> None:
         """See Glm53.prepare."""
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """See Glm53.handlers; steps have handlers of their own (MtpRows)."""
+        return {}
 
     def _forward(self, window: Sequence[Rows], hidden: torch.Tensor, before: Selection | None) -> MtpStep:
         with appended(window, self._pool, self.config) as rows:

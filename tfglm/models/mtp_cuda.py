@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -10,14 +10,18 @@ import torch
 
 from tfglm.cache.latent import Cache
 from tfglm.cache.pages import PAGE
-from tfglm.models.glm53 import Glm53
+from tfglm.models.glm53 import Glm53, Handler
 from tfglm.models.glm53_cuda import CudaGlm53, PackedCache, hold_layer, longest, packed, unpacked
 from tfglm.models.graphs_cuda import GRAPH_ROWS, Captured, context_kind, context_kinds
 from tfglm.models.mtp import Mtp, MtpStep, MtpWeights, alone, load_mtp
 from tfglm.models.source import Source
-from tfglm.models.window import LaidOut, Rows, appended
+from tfglm.models.window import LaidOut, Rows, appended, from_message, to_message
 from tfglm.ops.base import Selection
+from tfglm.ops.group import Message, together
 from tfglm.ops.steps import Exchange
+
+PREPARE = "mtp_prepare"
+"""The kind of message that has a step captured."""
 
 
 def load_mtp_cuda(model: CudaGlm53, source: Source) -> CudaMtp:
@@ -67,16 +71,32 @@ class CudaMtp(Mtp):
     @torch.inference_mode()
     def prepare(self, rows: int, window: int) -> None:
         model = self._model
-        if model.graphs is None or model.group.ranks > 1:
+        if model.graphs is None:
             return
         trunk, kinds = model.open_stream(), product(context_kinds(window), range(min(rows, GRAPH_ROWS), 0, -1))
-        hidden = torch.zeros(GRAPH_ROWS, self.config.hidden_size, dtype=torch.bfloat16, device=model.device)
         with model.graphs.told("MTP layer"):
             for context, count in kinds:
                 own = self.open_stream(trunk)
-                with appended([Rows(own, [0] * count, count)], model.cache.pool, self.config) as laid_out:
-                    self._replayed(laid_out, context, hidden[:count])
+                with (
+                    appended([Rows(own, [0] * count, count)], model.cache.pool, self.config) as laid_out,
+                    together(model.group, to_message(PREPARE, laid_out, {"context": context})),
+                ):
+                    self._capture(laid_out, context)
         trunk.close()
+
+    def handlers(self) -> Mapping[str, Handler]:
+        return {PREPARE: self._follow_prepare}
+
+    @torch.inference_mode()
+    def _follow_prepare(self, message: Message) -> None:
+        [context] = message.integers("context")
+        self._capture(from_message(message), context)
+
+    def _capture(self, rows: LaidOut, context: int) -> None:
+        device = self._model.device
+        hidden = torch.zeros(len(rows.tokens), self.config.hidden_size, dtype=torch.bfloat16, device=device)
+        self._replayed(rows, context, hidden)
+        self._model.finished()
 
     def _replayed(self, rows: LaidOut, context: int, hidden: torch.Tensor) -> MtpStep:
         """Logits and rows of the whole window, where the graph leaves them."""

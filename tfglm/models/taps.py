@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tfglm.ops.group import Fact, Message
+
 
 @dataclass(frozen=True)
 class Taps:
@@ -18,6 +20,14 @@ class Taps:
 
     normed: bool = False
     layers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, message: Message) -> Taps:
+        """Those that a message's facts hold."""
+        return cls(bool(message.facts["normed"]), tuple(message.integers("layers")))
+
+    def facts(self) -> dict[str, Fact]:
+        return {"normed": int(self.normed), "layers": list(self.layers)}
 
     def __or__(self, other: Taps) -> Taps:
         return Taps(self.normed or other.normed, tuple(sorted({*self.layers, *other.layers})))
