@@ -11,7 +11,7 @@ import pytest
 import torch
 from supervised import Supervised
 
-from tfglm.cli.doctor import judge
+from tfglm.cli.doctor import _print, judge
 from tfglm.cli.main import main
 from tfglm.errors import RanksError
 from tfglm.ranks.trial import SIZES, try_wire
@@ -121,6 +121,17 @@ def test_what_is_judged_broken_or_slow(rails: list[dict[str, Any]], us: float, p
     broken, slow = judge(report)
     assert len(broken) == problems
     assert (warning in " ".join(slow)) if warning else not slow
+
+
+def test_what_is_expected_stands_beside_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    gathers = [{"bytes": size, "us": us, "gbit_s": 1.0} for size, us in ((12288, 80.0), (1 << 20, 500.0))]
+    report = {"wire": "nccl", "ranks": 2, "gathers": gathers, "rails": [rail(40), rail(12)]}
+    report["problems"], report["warnings"] = judge(report)
+    _print(report)
+    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert "12 KiB 80 us below 300 us 1.00 Gbit/s" in lines
+    assert "1024 KiB 500 us 1.00 Gbit/s" in lines
+    assert "rank 0 to 1, p0 12.00 Gbit/s above 20.00 200 Gbit/s" in lines
 
 
 def test_two_nodes_of_a_cluster_meet_where_cluster_json_says(

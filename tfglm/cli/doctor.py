@@ -237,18 +237,21 @@ def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table(
-        "gather of", "median", "received", title=f"{report['ranks']} ranks over {report['wire']}, every value right"
-    )
+    title = f"{report['ranks']} ranks over {report['wire']}, every value right"
+    table = Table("gather of", "median", "expected", "received", title=title)
     for gather in report["gathers"]:
-        table.add_row(f"{gather['bytes'] // 1024} KiB", f"{gather['us']:.0f} us", f"{gather['gbit_s']:.2f} Gbit/s")
+        limit = EXPECTED_S[report["wire"]].get(gather["bytes"])
+        expected = "" if limit is None else f"below {limit * 1e6:.0f} us"
+        received = f"{gather['gbit_s']:.2f} Gbit/s"
+        table.add_row(f"{gather['bytes'] // 1024} KiB", f"{gather['us']:.0f} us", expected, received)
     console.print(table)
     if report["rails"]:
-        rails = Table("rail", "one TCP stream", "port")
+        rails = Table("rail", "one TCP stream", "expected", "port")
         for rail in report["rails"]:
             name = f"rank {rail['sender']} to {rail['receiver']}, {rail['interface']}"
             speed = f"{rail['speed_gbit_s']:g} Gbit/s" if rail["speed_gbit_s"] else "unknown"
-            rails.add_row(name, rail["problem"] or f"{rail['gbit_s']:.2f} Gbit/s", speed)
+            least = max(RAIL_SHARE * rail["speed_gbit_s"], max(one["gbit_s"] for one in report["rails"]) / 2)
+            rails.add_row(name, rail["problem"] or f"{rail['gbit_s']:.2f} Gbit/s", f"above {least:.2f}", speed)
         console.print(rails)
     for line in report["problems"]:
         console.print(f"E_FABRIC: {line}", style="red", highlight=False, soft_wrap=True)
