@@ -127,6 +127,14 @@ def test_the_containers_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ), "a drafter may lie in a volume"
 
 
+def test_a_trial_of_the_network_is_a_container_beside_the_engines() -> None:
+    text = " ".join(docker().trial(Path("/etc/tfglm"), {"NCCL_IB_HCA": "roce0"}))
+    assert "--name tfglm-sparks-1-trial --label=tfglm.cluster=sparks --label=tfglm.rank=1" in text
+    assert "--volume /etc/tfglm:/etc/tfglm:ro" in text
+    assert "--env NCCL_IB_HCA=roce0" in text
+    assert text.endswith("tfglm@sha256:ab doctor --rank 1 --config /etc/tfglm")
+
+
 def test_docker_is_asked_for_labelled_containers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub that records what it is asked and answers as docker does."""
     stub = tmp_path / "docker"
@@ -142,6 +150,11 @@ def test_docker_is_asked_for_labelled_containers_alone(tmp_path: Path, monkeypat
     assert asked[0] == "ps --all --quiet --filter=label=tfglm.cluster=sparks --filter=label=tfglm.rank=1"
     assert asked[1] == "rm --force abc def"
     assert asked[2:] == asked[:1], "gone, although docker was removing them already"
+    (tmp_path / "there").write_text("abc\n")
+    monkeypatch.setattr("tfglm.supervisor.runtime._DOCKER_S", 1.0)
+    stub.write_text(stub.read_text().replace(f": > {tmp_path}/there;", ""))
+    with pytest.raises(TimeoutError, match="docker has not removed abc within 1 s: removal is already in progress"):
+        docker().remove()
     assert docker().image_problem() == ""
     assert "hash 1234; cluster.json says 99" in docker(docker=FACTS["docker"] | {"image_hash": "99"}).image_problem()
     stub.write_text("#!/bin/sh\necho 'No such image' >&2; exit 1\n")
