@@ -224,6 +224,19 @@ def test_what_ranks_of_another_number_left_counts_and_goes_first(tmp_path: Path)
     used.close()
 
 
+def test_leftovers_of_a_server_that_has_come_since_are_its_own(tmp_path: Path) -> None:
+    parent = tmp_path / "disk"
+    old = store_in(rank_folder(parent, 0, 3))
+    write_text(old, 2)
+    old.close()
+    beside = other_folders(parent, 2)
+    store = PageStore(rank_folder(parent, 0, 2), WHO, PAYLOAD, limit=2 * FILE, keep_free=0, beside=beside)
+    back = store_in(rank_folder(parent, 0, 3))
+    assert all(store.write(key(number, 9), ROOT, page(number, 9)) for number in range(3))
+    assert len(files(rank_folder(parent, 0, 3))) == 2 and len(files(rank_folder(parent, 0, 2))) == 2
+    back.close()
+
+
 def test_a_disk_without_a_folder_has_no_leftovers(tmp_path: Path) -> None:
     assert other_folders(tmp_path / "none", 1) == []
     (tmp_path / "rank0of2").write_text("no folder")

@@ -50,11 +50,13 @@ class Leftovers:
         self.used = sum(nbytes for _, nbytes in self._files)
 
     def drop(self) -> bool:
-        """Remove the oldest file; False if there is none. One that cannot be removed is not counted any more."""
+        """Remove the oldest file; False if there is none. One that cannot be removed, or that a server has come to use
+        since, is not counted any more."""
         if not self._files:
             return False
         path, nbytes = self._files.popleft()
         self.used -= nbytes
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if not _in_use(path.parent):
+            with contextlib.suppress(OSError):
+                path.unlink()
         return True
