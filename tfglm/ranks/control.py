@@ -369,10 +369,10 @@ class Control:
                 inside[rank] = (one.left, since if one.left == before else now)
         self._inside = inside
         limit = self.timing.gather_s + max(one.bytes for one in progress.values()) / _SLOWEST_BYTES_S
-        late = {rank: (left, now - since) for rank, (left, since) in inside.items() if now - since > limit}
+        late = [(left, now - since) for left, since in inside.values() if now - since > limit]
         if late:
-            gather, waited = min(left for left, _ in late.values()) + 1, max(waited for _, waited in late.values())
-            names = ", ".join(str(rank) for rank in sorted(late))
+            gather, waited = min(left for left, _ in late) + 1, max(waited for _, waited in late)
+            names = ", ".join(str(rank) for rank, (left, _) in sorted(inside.items()) if left < gather)
             what = f"still wait in gather {gather} {waited:.1f} s after all ranks have come to it"
             self.fail(RanksError(f"ranks {names} {what}: what carries it between them is broken"))
 
