@@ -83,13 +83,15 @@ class Runtime:
             return []
         labels = [f"--filter=label={name}" for name in self._labels()]
         found: dict[str, None] = {}
-        deadline = time.monotonic() + _DOCKER_S
+        deadline, said = time.monotonic() + _DOCKER_S, ""
         while here := _docker("ps", "--all", "--quiet", *labels).split():
             found |= dict.fromkeys(here)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"docker has not removed {' '.join(here)} within {_DOCKER_S:.0f} s")
+                raise TimeoutError(f"docker has not removed {' '.join(here)} within {_DOCKER_S:.0f} s{said}")
             # Fails for one that ended and is being removed by docker itself; it is gone in a moment, too.
-            subprocess.run(["docker", "rm", "--force", *here], capture_output=True, timeout=_DOCKER_S, check=False)
+            words = ["docker", "rm", "--force", *here]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_DOCKER_S, check=False)
+            said = f": {done.stderr.strip()}" if done.returncode else ""
             time.sleep(_AGAIN_S)
         return list(found)
 
