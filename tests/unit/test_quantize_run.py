@@ -225,13 +225,13 @@ def test_recipes_that_cannot_be(bits: float, widths: tuple[float, ...], codebook
 
 
 @pytest.mark.usefixtures("fast")
-def test_a_damaged_weight_is_named(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.2.self_attn.o_proj.weight"])
+def test_a_damaged_weight_is_named(name: str, source: Path, tmp_path: Path) -> None:
     """It is found where its layer is reached, by what it makes of the rows."""
     shutil.copytree(source, tmp_path / "source")
-    name = "model.layers.2.self_attn.o_proj.weight"
     [file] = [file for file in (tmp_path / "source").glob("*.safetensors") if name in load_file(file)]
     tensors = load_file(file)
-    tensors[name][3, 4] = float("nan")
+    tensors[name][:, 4] = float("nan")
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"{re.escape(name)} has values that are not finite; fetch the file"):
         quantise(tmp_path / "source", tmp_path / "out")

@@ -42,6 +42,7 @@ from tfglm.quantize.walk import Walk
 
 REPORT_FILE = "quantize-report.json"
 _REST_FILE = "model-rest.safetensors"
+_EMBED = "model.embed_tokens.weight"
 _MATRICES = 3  # of an expert
 _CHUNK_ROWS = 2048  # that go through a feed-forward part together
 
@@ -104,7 +105,7 @@ class _Run:
         self._recipe = recipe
         self._progress = progress
         self._place, self._ops = place, place.ops
-        self._embed = self._source.tensor("model.embed_tokens.weight")
+        self._embed = self._source.tensor(_EMBED)
         self._walk = Walk(self._config, place, self._embed, sequences)
         count = self._config.n_routed_experts
         self._sparse = [n for n, kind in enumerate(self._config.mlp_layer_types) if kind == "sparse"]
@@ -129,13 +130,12 @@ class _Run:
 
     def _not_finite(self, number: int) -> CheckpointError:
         """What is to blame for rows in layer `number` that are no numbers."""
-        for layer in (number - 1, number):
-            for name, tensor in self._plain_tensors(layer).items():
-                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                    return CheckpointError(
-                        f"{name} has values that are not finite; fetch the file that holds it again ({INDEX_FILE} "
-                        "names it)"
-                    )
+        before = self._plain_tensors(number - 1) if number else {_EMBED: self._embed}
+        for name, tensor in (before | self._plain_tensors(number)).items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                return CheckpointError(
+                    f"{name} has values that are not finite; fetch the file that holds it again ({INDEX_FILE} names it)"
+                )
         return CheckpointError(
             f"{self._checkpoint.path}: the rows that enter layer {number} are not finite, the weights there are; "
             "quantise with other --calibration text, or with --device cpu if this was a GPU"
