@@ -23,9 +23,14 @@ STATE = tempfile.mkdtemp(prefix="tfglm-state-")
 class ServerProcess:
     """A child whose stdout and stderr are read line by line; ends with the `with` block."""
 
-    def __init__(self, *command: str | Path, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *command: str | Path, environ: dict[str, str] | None = None, patches: Path | None = None
+    ) -> None:
+        """patches: a folder with a sitecustomize.py, which it and its children begin with."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TFGLM_")}
-        path = os.pathsep.join([str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join(
+            [*([str(patches)] if patches else []), str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
         self.process = subprocess.Popen(
             [sys.executable, *map(str, command)],
             stdout=subprocess.PIPE,

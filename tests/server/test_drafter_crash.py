@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,11 @@ Steps.sum = fall
 @pytest.mark.parametrize("ranks", ["1", "012"])
 def test_a_drafter_that_falls_over(ranks: str, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(FALLING)
-    ours = [str(tmp_path), str(Path(__file__).parents[2])]
     now = tmp_path / "now"
-    environ = {
-        "PYTHONPATH": os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "FALLS_ON": ranks,
-        "FALLS_WHEN": str(now),
-    }
+    how: dict[str, Any] = {"environ": {"FALLS_ON": ranks, "FALLS_WHEN": str(now)}, "patches": tmp_path}
     common: dict[str, Any] = {"prompt": TEXT[:200], "max_tokens": 40, "extra_body": {"ignore_eos": True}}
     samplings = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}]
-    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", "--drafter", "mtp", *SMALL, environ=environ) as server:
+    with ServerProcess(*SERVE, checkpoint, "--ranks", "3", "--drafter", "mtp", *SMALL, **how) as server:
         url = serving(server)
         before = [complete(url, **common, **sampling).choices[0].text for sampling in samplings]
         assert not any("W_DRAFTER" in line for line in server.lines)
