@@ -33,6 +33,7 @@ class Lab:
         self.image = folder / "image.ext4"
         self.guests = [Guest(index, self.image, folder / f"spark{index}", MEMORY) for index in range(3)]
         self.playbooks = Playbooks(self.guests, folder)
+        self.container_image = ""
         self.url = f"http://{self.guests[0].address}:8888"
 
     def health(self) -> str:

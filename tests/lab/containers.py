@@ -6,23 +6,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster import DEAD_S, SLOW_S, Lab
 from guest import Guest
 from host import LabError
 from playbook import MODELS
+from sparklike import DOCKER, VENV, dress, image_in
 
 Figures = dict[str, Any]
-VENV = "/opt/tfglm/venv"
-DAEMON = {"bridge": "none", "iptables": False, "ip6tables": False}
-"""Ranks use the machine's own network, the plan of their memory none: the guests' kernel need not have bridges."""
-VARIABLES = {
-    "tfglm_runtime": "docker",
-    "tfglm_image_free_gib": 0,
-    "tfglm_docker_volumes": [f"{VENV}:{VENV}:ro"],
-}
 TREE = "bin lib lib64 etc/ld.so.cache etc/passwd etc/group usr/bin/python3* usr/lib/python3* usr/lib/x86_64-linux-gnu"
 COMMAND = """#!{venv}/bin/python
 import sys
@@ -34,27 +26,23 @@ OURS = "--filter label=tfglm.cluster=sparks"
 
 
 def docker(lab: Lab) -> Figures:
-    """site.yml with tfglm_runtime=docker: the same reply out of containers, which end with stop.yml and are reaped
-    after a supervisor that was killed; those of others stay."""
+    """site.yml with tfglm_runtime=docker, and both PCIe twins of every port: the same reply out of containers, over
+    two rails a cable. They end with stop.yml and are reaped after a killed supervisor; those of others stay."""
     figures: Figures = {}
+    variables = ["--extra-vars", json.dumps(DOCKER)]
+    dress(lab)
+    image = lab.container_image or image_in(lab.playbooks.run("plan", *variables).said)
     began = time.monotonic()
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(_daemon, lab.guests))
-    figures["daemons_s"] = round(time.monotonic() - began, 1)
-    variables = ["--extra-vars", json.dumps(VARIABLES)]
-    plan = lab.playbooks.run("plan", *variables)
-    figures["plan_s"] = plan.seconds
-    named = re.search(r"docker run .* (tfglm:[0-9a-f]+) engine ", " ".join(plan.said.split()))
-    if named is None:
-        raise LabError(f"plan.yml shows no container's command: {plan.said[-1500:]}")
-    began = time.monotonic()
-    _make(lab.guests[0], named[1])
+    _make(lab.guests[0], image)
     figures["image_s"] = round(time.monotonic() - began, 1)
     play = lab.playbooks.run("site", *variables, limit=2400)
     figures |= {"site_s": play.seconds, "changed": dict(play.changed)}
     lab.same_reply()
+    rails = [len(lab.state(guest)["rails"]) for guest in lab.guests]
+    if rails != [4, 4, 4]:
+        raise LabError(f"the ranks have {rails} rails; two cables of two twins each make 4")
     ids = {guest.name: _container(guest) for guest in lab.guests}
-    strangers = [_stranger(guest, named[1]) for guest in lab.guests]
+    strangers = [_stranger(guest, image) for guest in lab.guests]
     figures |= _stopped_and_started(lab) | _killed(lab) | _orphaned(lab)
     for guest, stranger in zip(lab.guests, strangers, strict=True):
         if stranger not in guest.sh("docker ps --quiet --no-trunc"):
@@ -63,13 +51,6 @@ def docker(lab: Lab) -> Figures:
             raise LabError(f"{guest.name}: the first container is still there")
         guest.sh(f"docker rm --force {stranger}")
     return figures
-
-
-def _daemon(guest: Guest) -> None:
-    """docker, and the folder of device files that a container gets where a rail has an RDMA device."""
-    guest.write("/etc/docker/daemon.json", json.dumps(DAEMON))
-    guest.sh("mkdir -p /dev/infiniband; mknod -m 666 /dev/infiniband/uverbs0 c 231 192", check=False)
-    guest.sh("systemctl start docker", limit=180)
 
 
 def _make(head: Guest, image: str) -> None:
