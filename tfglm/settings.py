@@ -141,7 +141,7 @@ class Settings:
     disk_cache: str = _setting(
         "", "folder on a fast local disk in which prompt states outlive a restart; empty keeps none", commands=_BOTH
     )
-    disk_cache_gib: float = _setting(64.0, "largest size in GiB of the disk cache", low=0, high=65536)
+    disk_cache_gib: float = _setting(64.0, "largest size in GiB of the disk cache of each rank", low=0, high=65536)
     disk_keep_free_gib: float = _setting(
         -1.0,
         "space in GiB that the disk cache leaves free on its disk; with less free it stores nothing; -1 takes a tenth "
