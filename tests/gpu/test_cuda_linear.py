@@ -57,8 +57,12 @@ def test_bf16_columns_need_no_whole_piece(k: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_in_every_window(kind: str, device: torch.device) -> None:
-    """Windows of 1 to 16 rows, and a row's place in a prompt of either tile size."""
+@pytest.mark.parametrize("tile", [cuda_linear.WIDE, cuda_linear.SMALL, cuda_linear.FEW], ids=lambda tile: tile.name)
+def test_a_row_has_the_same_bits_in_every_window(
+    kind: str, tile: cuda_linear.Tile, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of 1 to 16 rows, and a row's place in a prompt, whichever tile multiplies it."""
+    monkeypatch.setattr(cuda_linear, "prompt_tile", lambda *_: tile)
     n, k = 72, 704
     dense = cuda_linear.pack(random(n, k, seed=5, device=device), kind)
     x = random(140, k, seed=6, device=device).bfloat16()
@@ -68,6 +72,25 @@ def test_a_row_has_the_same_bits_in_every_window(kind: str, device: torch.device
         assert torch.equal(part, whole[124 : 124 + rows]), rows
     part = cuda_linear.linear(x[100:140], dense, poisoned(40, n, dtype=torch.float32, device=device))
     assert torch.equal(part, whole[100:140])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [cuda_linear.WIDE, cuda_linear.SMALL, cuda_linear.FEW], ids=lambda tile: tile.name)
+def test_results_go_to_their_rows_alone(
+    tile: cuda_linear.Tile, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a part of wider rows, aligned or not, and not past the last row or column."""
+    monkeypatch.setattr(cuda_linear, "prompt_tile", lambda *_: tile)
+    rows, n, k = 100, 140, 128
+    x = random(rows, k, seed=12, device=device).bfloat16()
+    dense = cuda_linear.pack(random(n, k, seed=13, device=device), "q8")
+    want = cuda_linear.linear(x[:60], dense, poisoned(60, n, dtype=dtype, device=device))
+    for first, width in ((0, 144), (8, 160), (3, 149)):
+        out = poisoned(rows + 1, width, dtype=dtype, device=device)
+        cuda_linear.linear(x, dense, out[:rows, first : first + n])
+        assert torch.equal(out[:60, first : first + n], want)
+        assert not out[:rows, first : first + n].isnan().any()
+        assert out[:, :first].isnan().all() and out[:, first + n :].isnan().all() and out[rows].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 40])

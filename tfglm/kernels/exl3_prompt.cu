@@ -31,7 +31,7 @@
 //! variant: CODEBOOK=2 WIDTHS=1
 //! spills 16
 #include "exl3_decode.cuh"
-#include "exl3_rotate.cuh"
+#include "exl3_prompt.cuh"
 
 #ifndef ROWS
 #define ROWS 128  // most picks an item holds
@@ -40,132 +40,12 @@
 #define PROMPT_STAGES 3
 #endif
 
-constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int STEP = 64, STEP_TILES = STEP / 16;  // inputs a stage of the ring
 constexpr int ROW_BYTES = STEP * 2;
 constexpr int ROW_PIECES = ROWS * ROW_BYTES / 16 / THREADS;  // 16-byte pieces of a stage's rows that a thread copies
 constexpr int OUT_ROWS = 64;                      // results pass through shared memory 64 rows at a time
 constexpr int LANES = 8;                          // lanes that share a block of a result row there
 constexpr int RUNS = 32 / LANES;                  // runs of 4 columns a lane holds of it
-
-struct Item {
-    int expert, first, count, pad;  // picks first .. first + count - 1 of the expert's list
-};
-
-// ----------------------------------------------------------------------------------------------------------------------
-
-__device__ void cut_items(const int* counts, int experts, Item* items, int* item_count) {
-    __shared__ int warp_total[WARPS], base;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    if (thread == 0) base = 0;
-    __syncthreads();
-    for (int first = 0; first < experts; first += THREADS) {
-        const int expert = first + thread;
-        const int count = expert < experts ? *const_cast<const volatile int*>(counts + expert) : 0;
-        const int parts = (count + ROWS - 1) / ROWS;
-        int before = parts;  // running total over the warp
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(FULL, before, step);
-            if (lane >= step) before += other;
-        }
-        if (lane == 31) warp_total[warp] = before;
-        __syncthreads();
-        int place = base + before - parts;
-        for (int w = 0; w < warp; ++w) place += warp_total[w];
-        if (parts) {
-            const int most = ((count + parts - 1) / parts + 15) / 16 * 16;  // even shares
-            for (int from = 0; from < count; from += most) items[place++] = {expert, from, min(most, count - from), 0};
-        }
-        __syncthreads();
-        if (thread == THREADS - 1) base = place;
-        __syncthreads();
-    }
-    if (thread == 0) *item_count = base;
-}
-
-__device__ void collect(const int* picks, int total, int rows, int experts, int* members, int* counts, Item* items,
-                        int* item_count, int* arrivals) {
-    __shared__ int warp_count[WARPS], arrived;
-    const int expert = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    constexpr int RUN = 32 * 4;  // picks a warp looks at together, four a lane
-    const int share = (total + WARPS * RUN - 1) / (WARPS * RUN) * RUN, first = warp * share, last = min(total, first + share);
-    // Bit c: pick i + c is this expert's.
-    const auto mine = [&](int i) {
-        u32 bits = 0;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) bits |= u32(i + c < last && picks[i + c] == expert) << c;
-        return bits;
-    };
-    int count = 0;
-#pragma unroll 4
-    for (int i = first; i < last; i += RUN) count += __popc(mine(i + lane * 4));
-    count = __reduce_add_sync(FULL, count);
-    if (lane == 0) warp_count[warp] = count;
-    __syncthreads();
-    int place = 0, all = 0;
-    for (int w = 0; w < WARPS; ++w) {
-        if (w < warp) place += warp_count[w];
-        all += warp_count[w];
-    }
-    int* list = members + i64(expert) * rows;
-#pragma unroll 2
-    for (int i = first; i < last; i += RUN) {
-        const u32 bits = mine(i + lane * 4), before = (1u << lane) - 1;
-        int at = place;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const u32 found = __ballot_sync(FULL, bits >> c & 1);
-            at += __popc(found & before);
-            place += __popc(found);
-        }
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-            if (bits >> c & 1) list[at++] = i + lane * 4 + c;
-    }
-    if (threadIdx.x == 0) {
-        counts[expert] = all;
-        __threadfence();
-        arrived = atomicAdd(arrivals, 1);
-        if (arrived == experts - 1) *arrivals = 0;
-    }
-    __syncthreads();
-    __threadfence();
-    if (arrived == experts - 1) cut_items(counts, experts, items, item_count);
-}
-
-__device__ void rotate_block(const u16* from, const u16* scale, u16* to, int lane) {
-    const uint2 four = *reinterpret_cast<const uint2*>(from + lane * 4);
-    float v[4] = {bf16_low(four.x), bf16_high(four.x), bf16_low(four.y), bf16_high(four.y)};
-    scale_by_half4(v, scale + lane * 4);
-    rotate(v, lane);
-    *reinterpret_cast<uint2*>(to + lane * 4) = {half_pair(v[0], v[1]), half_pair(v[2], v[3])};
-}
-
-// grid = experts + rotation warps / 8, block = 256. suh: the layer's one input scale [hidden]; null: only collect.
-extern "C" __global__ void __launch_bounds__(THREADS) prompt_start(
-    const u16* x, const int* picks, const u16* suh, u16* rotated, int* members, int* counts, Item* items, int* item_count,
-    int* arrivals, int rows, int slots, int experts, int hidden) {
-    if (blockIdx.x < experts)
-        return collect(picks, rows * slots, rows, experts, members, counts, items, item_count, arrivals);
-    const i64 item = i64(blockIdx.x - experts) * WARPS + threadIdx.x / 32;
-    const int column = item % (hidden / BLOCK) * BLOCK;
-    const i64 row = item / (hidden / BLOCK);
-    if (suh && row < rows)
-        rotate_block(x + row * hidden + column, suh + column, rotated + row * hidden + column, threadIdx.x % 32);
-}
-
-// A row for each pick -> rotated [picks, hidden], with its expert's own scale, suh [experts, hidden] and pitch = hidden,
-// or one scale, suh [hidden] and pitch = 0. grid = warps / 8.
-extern "C" __global__ void __launch_bounds__(THREADS) prompt_rotate(
-    const u16* x, const int* picks, const u16* suh, u16* rotated, int pitch, int total, int slots, int experts, int hidden) {
-    const i64 item = i64(blockIdx.x) * WARPS + threadIdx.x / 32, pick = item / (hidden / BLOCK);
-    const int column = item % (hidden / BLOCK) * BLOCK;
-    if (pick >= total || u32(picks[pick]) >= experts) return;
-    rotate_block(x + pick / slots * hidden + column, suh + i64(picks[pick]) * pitch + column,
-                 rotated + pick * hidden + column, threadIdx.x % 32);
-}
-
-// ----------------------------------------------------------------------------------------------------------------------
 
 using RowPieces = int[ROW_PIECES];
 
@@ -175,15 +55,20 @@ template <int STRIPS> struct Columns {
     int pitch;                // bytes between tile rows
 };
 
+template <int N> struct Number {
+    static constexpr int value = N;
+};
+
 template <int K2, int STRIPS> constexpr int stage_bytes() { return ROWS * ROW_BYTES + STRIPS * STEP_TILES * 8 * 16 * K2; }
 
-// sum[strip][8 rows][..] += the warp's 16 columns of its strips, times the first 16 * PAIRS rows of the item.
+// sum[strip][8 rows][..] += the warp's 16 columns of its strips, times the first 8 * EIGHTS rows of the item.
 //   row_at[i]: where this thread's i-th 16-byte piece of the first stage's rows lies in `rows`, in pieces; < 0: nowhere
 // While a tile is multiplied, the warp decodes the next one (across stages too), so that the decode instructions fill
 // the gaps between the tensor-core instructions.
-template <int K2, int PAIRS, int STRIPS>
+template <int K2, int EIGHTS, int STRIPS>
 __device__ __forceinline__ void multiply(float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns, int inputs, const u16* rows,
                                          const RowPieces& row_at, u8* memory) {
+    constexpr int PAIRS = (EIGHTS + 1) / 2;  // groups of 16 rows
     constexpr int TILE = 16 * K2, RUN = 8 * K2;  // bytes a tile; 16-byte pieces of 8 tiles
     constexpr int PIECES = STRIPS * STEP_TILES * RUN, ROUNDS = (PIECES + THREADS - 1) / THREADS;
     constexpr int STAGE = stage_bytes<K2, STRIPS>();
@@ -260,7 +145,7 @@ __device__ __forceinline__ void multiply(float (&sum)[STRIPS][ROWS / 8][4], cons
                 for (int half = 0; half < 2; ++half)
 #pragma unroll
                     for (int s = 0; s < STRIPS; ++s)
-                        mma_f16(sum[s][pair * 2 + half], a[tile % 2][s], {b[pair % 2][half * 2], b[pair % 2][half * 2 + 1]});
+                        if (pair * 2 + half < EIGHTS) mma_f16(sum[s][pair * 2 + half], a[tile % 2][s], {b[pair % 2][half * 2], b[pair % 2][half * 2 + 1]});
 #pragma unroll
                 for (int i = 0; i < 4 * STRIPS; ++i)
                     if (i >= 4 * STRIPS * pair / PAIRS && i < 4 * STRIPS * (pair + 1) / PAIRS)
@@ -273,38 +158,46 @@ __device__ __forceinline__ void multiply(float (&sum)[STRIPS][ROWS / 8][4], cons
     __syncthreads();
 }
 
+// eights: groups of 8 rows that the item has. Around 64 rows, as many as an expert gets of 2,048, every number is told apart.
 template <int K2, int STRIPS>
-__device__ __forceinline__ void multiply_pairs(int pairs, float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns, int inputs,
-                                               const u16* rows, const RowPieces& row_at, u8* memory) {
-    constexpr int MOST = ROWS / 16;
-#if !WIDTHS
-    if (pairs <= 1) return multiply<K2, 1, STRIPS>(sum, columns, inputs, rows, row_at, memory);
-    if (pairs <= 2) return multiply<K2, 2, STRIPS>(sum, columns, inputs, rows, row_at, memory);
-    if (pairs <= 3) return multiply<K2, 3, STRIPS>(sum, columns, inputs, rows, row_at, memory);
-    if (pairs == 5) return multiply<K2, 5, STRIPS>(sum, columns, inputs, rows, row_at, memory);
-    if (pairs == 6) return multiply<K2, 6, STRIPS>(sum, columns, inputs, rows, row_at, memory);
+__device__ __forceinline__ void multiply_rows(int eights, float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns, int inputs,
+                                              const u16* rows, const RowPieces& row_at, u8* memory) {
+    const auto of = [&](auto count) { multiply<K2, decltype(count)::value, STRIPS>(sum, columns, inputs, rows, row_at, memory); };
+#if WIDTHS
+    if (eights <= 8) return of(Number<8>());
+#else
+    switch (eights) {
+        case 1: case 2: return of(Number<2>());
+        case 3: case 4: return of(Number<4>());
+        case 5: case 6: return of(Number<6>());
+        case 7: return of(Number<7>());
+        case 8: return of(Number<8>());
+        case 9: return of(Number<9>());
+        case 10: return of(Number<10>());
+        case 11: return of(Number<11>());
+        case 12: return of(Number<12>());
+    }
 #endif
-    if (pairs <= 4) return multiply<K2, 4, STRIPS>(sum, columns, inputs, rows, row_at, memory);
-    return multiply<K2, MOST, STRIPS>(sum, columns, inputs, rows, row_at, memory);
+    of(Number<ROWS / 8>());
 }
 
 template <int STRIPS>
-__device__ __forceinline__ void multiply_width(int k2, int pairs, float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns,
+__device__ __forceinline__ void multiply_width(int k2, int eights, float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns,
                                                int inputs, const u16* rows, const RowPieces& row_at, u8* memory) {
     switch (k2) {
-        case 4: return multiply_pairs<4, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
-        case 6: return multiply_pairs<6, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
-        case 8: return multiply_pairs<8, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 4: return multiply_rows<4, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
+        case 6: return multiply_rows<6, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
+        case 8: return multiply_rows<8, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
 #if WIDTHS
-        case 2: return multiply_pairs<2, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
-        case 10: return multiply_pairs<10, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
-        case 12: return multiply_pairs<12, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
-        case 14: return multiply_pairs<14, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
-        case 16: return multiply_pairs<16, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 2: return multiply_rows<2, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
+        case 10: return multiply_rows<10, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
+        case 12: return multiply_rows<12, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
+        case 14: return multiply_rows<14, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
+        case 16: return multiply_rows<16, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
 #if CODEBOOK == 2
-        case 3: return multiply_pairs<3, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
-        case 5: return multiply_pairs<5, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
-        case 7: return multiply_pairs<7, STRIPS>(pairs, sum, columns, inputs, rows, row_at, memory);
+        case 3: return multiply_rows<3, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
+        case 5: return multiply_rows<5, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
+        case 7: return multiply_rows<7, STRIPS>(eights, sum, columns, inputs, rows, row_at, memory);
 #endif
 #endif
     }
@@ -331,7 +224,7 @@ __device__ __forceinline__ void process(const Item& item, const int* list, const
         row_at[i] = row < item.count ? line_of(list[row]) * (stride / 8) + piece % 8 : -1;
     }
     float sum[STRIPS][ROWS / 8][4] = {};
-    multiply_width<STRIPS>(k2, (item.count + 15) / 16, sum, columns, inputs, rows, row_at, memory);
+    multiply_width<STRIPS>(k2, (item.count + 7) / 8, sum, columns, inputs, rows, row_at, memory);
 
 #pragma unroll
     for (int first = 0; first < ROWS; first += OUT_ROWS) {
@@ -370,6 +263,7 @@ __device__ __forceinline__ void process(const Item& item, const int* list, const
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gate_up(
     const u64* trellis, const int* k2, const int* own, const u16* rotated, const u16* svh, const u16* down_suh, const int* members,
     const Item* items, const int* item_count, u16* h, int rows, int slots, int experts, int hidden, int width) {
+    chain_start();
     extern __shared__ __align__(128) u8 memory[];
     const Item item = items[blockIdx.y];  // asked for together with the count: the list is that long in any case
     if (blockIdx.y >= *item_count) return;
@@ -405,12 +299,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gate_up(
         });
 }
 
-// One matrix (0 gate, 1 up, 2 down) for a row of its own a pick: input [picks, inputs] fp16 -> y [picks, span] fp32, the
-// columns start .. start + span - 1 of `columns`. grid = (span / 128, most items), block = THREADS;
+// One matrix (0 gate, 1 up, 2 down) for a row of its own a pick: input [picks, inputs] fp16 -> y [picks, span], fp32 or
+// of down bf16, the columns start .. start + span - 1 of `columns`. grid = (span / 128, most items), block = THREADS;
 // svh [experts, columns]. Two blocks share a multiprocessor: one multiplies while the other starts or ends.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) prompt_linear(
     const u64* trellis, const int* k2, const int* own, const u16* input, const u16* svh, const int* members, const Item* items,
-    const int* item_count, float* y, int matrix, int rows, int experts, int inputs, int columns, int start, int span) {
+    const int* item_count, void* y, int matrix, int rows, int experts, int inputs, int columns, int start, int span) {
+    chain_start();
     extern __shared__ __align__(128) u8 memory[];
     const Item item = items[blockIdx.y];  // asked for together with the count: the list is that long in any case
     if (blockIdx.y >= *item_count) return;
@@ -431,42 +326,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) prompt_linear(
                 const int run = blockIdx.x * BLOCK + 4 * (LANES * i + q);
                 float(&v)[4] = values[0][i];
                 scale_by_half4(v, svh + item.expert * columns + start + run);
-                *reinterpret_cast<float4*>(y + i64(pick) * span + run) = {v[0], v[1], v[2], v[3]};
+                if (matrix == 2)
+                    *reinterpret_cast<uint2*>(static_cast<u16*>(y) + i64(pick) * span + run) = {bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3])};
+                else
+                    *reinterpret_cast<float4*>(static_cast<float*>(y) + i64(pick) * span + run) = {v[0], v[1], v[2], v[3]};
             }
         });
 }
 
-// Gate and up of prompt_linear, [2, picks, width] fp32 -> rotated input of down, h [picks, width] fp16. grid = warps / 8.
-extern "C" __global__ void __launch_bounds__(THREADS) prompt_swiglu(
-    const float* y, const int* picks, const int* own, const u16* down_suh, u16* h, int total, int experts, int width) {
-    const i64 item = i64(blockIdx.x) * WARPS + threadIdx.x / 32, pick = item / (width / BLOCK);
-    const int lane = threadIdx.x % 32, column = item % (width / BLOCK) * BLOCK + lane * 4;
-    if (pick >= total || u32(picks[pick]) >= experts || column >= own[picks[pick]]) return;
-    const float4 g = *reinterpret_cast<const float4*>(y + pick * width + column);
-    const float4 u = *reinterpret_cast<const float4*>(y + (i64(total) + pick) * width + column);
-    float gate[4] = {g.x, g.y, g.z, g.w}, up[4] = {u.x, u.y, u.z, u.w};
-    *reinterpret_cast<uint2*>(h + pick * width + column) =
-        activate(gate, up, down_suh + i64(picks[pick]) * width + column, lane);
-}
-
-// y [picks, span]: columns start .. start + span - 1 of out. grid = (span / 1024 rounded up, R), block = 256
-extern "C" __global__ void __launch_bounds__(THREADS) prompt_combine(
-    const float* y, const int* picks, const float* weight, const float* shared, float* out, int slots, int experts, int hidden,
-    int start, int span) {
-    const int column = (blockIdx.x * THREADS + threadIdx.x) * 4;
-    const i64 row = blockIdx.y;
-    if (column >= span) return;
-    float4 sum = {};
-#pragma unroll 8
-    for (int s = 0; s < slots; ++s) {
-        if (u32(picks[row * slots + s]) >= experts) continue;
-        const float4 more = *reinterpret_cast<const float4*>(y + (row * slots + s) * span + column);
-        const float w = weight[row * slots + s];
-        sum = {fmaf(w, more.x, sum.x), fmaf(w, more.y, sum.y), fmaf(w, more.z, sum.z), fmaf(w, more.w, sum.w)};
-    }
-    if (shared) {
-        const float4 last = *reinterpret_cast<const float4*>(shared + row * hidden + start + column);
-        sum = {sum.x + last.x, sum.y + last.y, sum.z + last.z, sum.w + last.w};
-    }
-    *reinterpret_cast<float4*>(out + row * hidden + start + column) = sum;
-}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -52,22 +53,34 @@ def attend(
     as_float = int(out.dtype == torch.float32)
     if rows > DECODE_ROWS:
         kernel = chained(module.kernel("attend_rows"))
-        kernel((rows, groups), _THREADS, (*problem, out, as_float, log_sums), shared=shared + 4 * longest)
+        totals = _totals_bytes(latent, tiles) if _has_room(out.device) else 0
+        kernel((rows, groups), _THREADS, (*problem, out, as_float, log_sums), shared=shared + totals)
         return out
     chunks = -(-longest // CHUNK)
     partial = empty((rows, chunks, heads, latent), torch.float32)
     state = empty((rows, chunks, heads, 2), torch.float32)
     grid = (chunks, rows, groups)
-    chained(module.kernel("attend_chunks"))(grid, _THREADS, (*problem, partial, state), shared=shared + 4 * CHUNK)
+    chained(module.kernel("attend_chunks"))(grid, _THREADS, (*problem, partial, state), shared=shared)
     merge = (partial, state, selection.counts, chunks, heads, out, as_float, log_sums)
     chained(module.kernel("merge_chunks"))((heads, rows, -(-latent // 128)), 32, merge)
     return out
 
 
 def _shared_bytes(latent: int, rotary: int, tiles: int) -> int:
-    """Size of the kernel's `Shared`, without the list of slots after it."""
+    """Size of the kernel's `Shared`, with room for the scales of any format."""
     heads = 8 * tiles
-    keys = 2 * _TILE * ((latent + rotary) * 2 + 16)
-    scores = 4 * heads * (_TILE + 4) * 4
-    weights = heads * (_TILE * 2 + 16)
-    return -(-(keys + scores + weights + 3 * heads * 4) // 16) * 16
+    values = 2 * _TILE * (latent * 2 + 16)
+    scores = max(-(-latent // 64), rotary // 16) * heads * _TILE * 4
+    weights = heads * (_TILE * 2 + 16) + 3 * heads * 4
+    return values + scores + weights + 2 * _TILE * 4
+
+
+def _totals_bytes(latent: int, tiles: int) -> int:
+    """What attend_rows keeps of all chunks before, a float32 of each thread's results."""
+    return -(-latent // 256) * tiles * _THREADS * 16
+
+
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    """Whether the kernel file keeps them in shared memory: a block of these GPUs may have 227 KiB of it, not 99."""
+    return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)

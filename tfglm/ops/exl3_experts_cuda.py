@@ -7,13 +7,14 @@ CUDA graphs. A row's bits depend on its own values only; the decode path and the
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tfglm.errors import CheckpointError
 from tfglm.ops import driver, nvrtc
+from tfglm.ops.cuda_launch import chained
 from tfglm.ops.exl3_cuda import codebook_macros
 
 BLOCK = 128
@@ -22,7 +23,7 @@ PROMPT_ROWS = 4096
 _MAX_PICKS = 256
 _LISTED_INTS = 4 + DECODE_ROWS
 
-_PROMPT_SLAB = 2048  # columns of the down result that exist at once: 128 MiB at 2,048 rows
+_PROMPT_SLAB = 3072  # columns of the down result that exist at once, in bfloat16: 96 MiB at 2,048 rows
 _SUMS_BYTES = 4 * 16 * (BLOCK // 2 + 4) * 4  # four warps' sums of 16 members, 64 columns at a time
 _PROMPT_OUT_BYTES = 64 * BLOCK * 4  # a strip of 64 rows
 
@@ -285,7 +286,7 @@ class PromptWorkspace:
             items=torch.empty(experts + picks // _shape("exl3_prompt")["ROWS"], 4, dtype=torch.int32, device=device),
             arrivals=torch.zeros(1, dtype=torch.int32, device=device),
             activated=torch.empty(picks * width, dtype=torch.float16, device=device),
-            results=torch.empty(picks * max(slab, 0 if fused else 2 * width), dtype=torch.float32, device=device),
+            results=torch.empty(picks * max(slab // 2, 0 if fused else 2 * width), dtype=torch.float32, device=device),
             slab=slab,
         )
 
@@ -304,14 +305,14 @@ def prompt(
     _check_window(tables, x, picks, weights, out, shared)
     if rows > PROMPT_ROWS:
         raise ValueError(f"{rows} rows; the prompt kernels take {PROMPT_ROWS}")
-    hidden, experts, w, module = tables.hidden, tables.experts, workspace, tables.module("exl3_prompt")
+    hidden, experts, w = tables.hidden, tables.experts, workspace
     rotations = rows * (hidden // BLOCK) if _fused(tables) else 0
-    module.kernel("prompt_start")(
+    _rows_kernel("prompt_start")(
         (experts + -(-rotations // 8),),
         256,
         (
             *(x, picks, tables.suh if _fused(tables) else None, w.rotated, w.members, w.counts, w.items),
-            *(w.counts[experts:], w.arrivals, rows, slots, experts, hidden),
+            *(w.counts[experts:], w.arrivals, rows, slots, experts, _shape("exl3_prompt")["ROWS"], hidden),
         ),
     )
     if _fused(tables):
@@ -321,11 +322,15 @@ def prompt(
     for start in range(0, hidden, w.slab):
         span = min(w.slab, hidden - start)
         _prompt_linear(tables, picks, w, 2, w.activated, tables.down_svh, w.results, start, span)
-        module.kernel("prompt_combine")(
+        _rows_kernel("prompt_combine")(
             (-(-span // 1024), rows),
             256,
             (w.results, picks, weights, shared, out, slots, experts, hidden, start, span),
         )
+
+
+def _rows_kernel(name: str) -> Callable[..., None]:
+    return chained(driver.load("exl3_prompt_rows").kernel(name))
 
 
 def _fused(tables: ExpertTables) -> bool:
@@ -336,7 +341,7 @@ def _fused(tables: ExpertTables) -> bool:
 def _gate_up_fused(tables: ExpertTables, picks: torch.Tensor, w: PromptWorkspace) -> None:
     """w.activated out of w.rotated, the rows that `prompt_start` has rotated."""
     rows, slots = picks.shape
-    tables.module("exl3_prompt").kernel("prompt_gate_up")(
+    chained(tables.module("exl3_prompt").kernel("prompt_gate_up"))(
         (tables.width // BLOCK, _most_items(tables, picks)),
         256,
         (
@@ -350,18 +355,17 @@ def _gate_up_fused(tables: ExpertTables, picks: torch.Tensor, w: PromptWorkspace
 def _gate_up_apart(tables: ExpertTables, x: torch.Tensor, picks: torch.Tensor, w: PromptWorkspace) -> None:
     """w.activated out of x, matrix by matrix."""
     slots, total, hidden, width = picks.shape[1], picks.numel(), tables.hidden, tables.width
-    module = tables.module("exl3_prompt")
     for matrix in (0, 1):
         suh = tables.suh if tables.shared_scale else tables.suh[matrix]
         pitch = 0 if tables.shared_scale else hidden
-        module.kernel("prompt_rotate")(
+        _rows_kernel("prompt_rotate")(
             (-(-total * (hidden // BLOCK) // 8),),
             256,
             (x, picks, suh, w.rotated, pitch, total, slots, tables.experts, hidden),
         )
         to = w.results[matrix * total * width :]
         _prompt_linear(tables, picks, w, matrix, w.rotated, tables.svh[matrix], to, 0, width)
-    module.kernel("prompt_swiglu")(
+    _rows_kernel("prompt_swiglu")(
         (-(-total * (width // BLOCK) // 8),),
         256,
         (w.results, picks, tables.columns, tables.down_suh, w.activated, total, tables.experts, width),
@@ -374,7 +378,7 @@ def _prompt_linear(
 ) -> None:  # fmt: skip
     """Columns start to start + span of gate (0), up (1) or down (2) of every expert's rows, into `to`."""
     inputs, columns = (tables.width, tables.hidden) if matrix == 2 else (tables.hidden, tables.width)
-    tables.module("exl3_prompt").kernel("prompt_linear")(
+    chained(tables.module("exl3_prompt").kernel("prompt_linear"))(
         (span // BLOCK, _most_items(tables, picks)),
         256,
         (
