@@ -18,11 +18,13 @@ class DFlash2Drafter(BlockDrafter):
     def __init__(self, model: BlockModel, head: Weight, ops: Ops, kept_pages: int = 0) -> None:
         super().__init__(model, head, ops, model.config.selector_top_k, kept_pages)
         names = ("predecessor", "successor")
-        self._tables = tuple(Table(model.tensors[f"candidate_selector.{name}_codebook"]) for name in names)
+        self._predecessors, self._successors = (
+            Table(model.tensors[f"candidate_selector.{name}_codebook"]) for name in names
+        )
 
     def scorer(self, hidden: torch.Tensor) -> DFlash2Scorer:
         projected = self._ops.linear(hidden, self._model.tensors["candidate_selector.hidden_projection.weight"])
-        return DFlash2Scorer(*self._tables, projected.float().cpu().numpy())
+        return DFlash2Scorer(self._predecessors, self._successors, projected.float().cpu().numpy())
 
 
 class DFlash2Scorer(Scorer):
