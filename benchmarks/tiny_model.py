@@ -83,7 +83,7 @@ class SparkClock:
             self.tokens += tokens
             spent(policy, streams, rows, tokens, drafted)
 
-        loading.sound_costs = lambda model, drafter, text: (drafter, THREE_SPARKS)  # type: ignore[assignment]
+        loading.sound_costs = lambda model, drafter, *_: (drafter, THREE_SPARKS)  # type: ignore[assignment]
         Policy.spent = counted  # type: ignore[method-assign]
         self.on = True
         try:

@@ -210,7 +210,6 @@ def test_a_broken_drafter_turns_drafting_off_and_harms_no_reply(
         assert fake_outcomes(wanted, drafting, 4) == serial
     warnings = [record.getMessage() for record in caplog.records if record.getMessage().startswith("W_DRAFTER")]
     assert len(warnings) == 1 and "drafting is off" in warnings[0]
-    assert drafting.taps == Taps()
 
 
 def test_confidences_of_any_kind_are_only_confidences(fakes: tuple[list[GenerationRequest], Outcomes]) -> None:

@@ -53,13 +53,13 @@ def serial(tiny: Checkpoint) -> Outcomes:
         return real_outcomes(model, Tokenizer.from_folder(tiny.path), real_requests(REQUESTS), None, 8)[0]
 
 
-def served(tiny: Checkpoint, kind: str, settings: Settings, cp: bool = False) -> tuple[Outcomes, Engine, Drafting]:
+def served(tiny: Checkpoint, kind: str, settings: Settings, cp: bool = False) -> tuple[Outcomes, Engine, Speculator]:
     tokenizer = Tokenizer.from_folder(tiny.path)
     with flat_models(tiny, kind, settings, cp) as model:
         drafter = load_drafter(kind, tiny, model, settings)
-        drafting = Drafting(Speculator(drafter, Policy(FREE), copy=False, vocab_size=tokenizer.vocab_size))
-        outcomes, engine = real_outcomes(model, tokenizer, real_requests(REQUESTS), drafting, 5)
-    return outcomes, engine, drafting
+        speculator = Speculator(drafter, Policy(FREE), copy=False, vocab_size=tokenizer.vocab_size)
+        outcomes, engine = real_outcomes(model, tokenizer, real_requests(REQUESTS), Drafting(speculator), 5)
+    return outcomes, engine, speculator
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int], meeting: int, sound: int = SOUND) -> None:
@@ -80,12 +80,12 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int], meeting: int,
     monkeypatch.setattr(Steps, "concat", failing(Steps.concat))
 
 
-def check_off(outcome: tuple[Outcomes, Engine, Drafting], serial: Outcomes, records: Sequence[str], own: int) -> None:
+def check_off(outcome: tuple[Outcomes, Engine, Speculator], serial: Outcomes, records: Sequence[str], own: int) -> None:
     """own: how many of the other ranks failed, each of which says so once."""
-    outcomes, engine, drafting = outcome
+    outcomes, engine, speculator = outcome
     assert outcomes == serial
     assert engine.snapshot().drafted_tokens > 0, "it was asked before"
-    assert drafting.taps == Taps()
+    assert not speculator.on and speculator.taps != Taps(), "windows were captured with them"
     warnings = [record for record in records if record.startswith("W_DRAFTER")]
     assert len([warning for warning in warnings if "drafting is off" in warning]) == 1
     assert len(warnings) == 1 + own, warnings
@@ -149,9 +149,11 @@ def test_a_drafter_that_fails_while_it_is_timed_is_started_without(
     fail_at(monkeypatch, (rank,), 2, sound=3)
     with flat_models(tiny, "mtp", Settings(), cp=False) as model:
         drafter, free = load_drafter("mtp", tiny, model, Settings()), model.tokens_free
+        prepared: list[tuple[int, Taps]] = []
+        monkeypatch.setattr(model, "prepare", lambda rows, window, taps: prepared.append((window, taps)))
         with caplog.at_level(logging.WARNING):
-            left, costs = sound_costs(model, drafter, list(range(PROMPT + 20)))
-        assert left is None
+            left, costs = sound_costs(model, drafter, list(range(PROMPT + 20)), 512)
+        assert left is None and prepared == [(512, Taps())]
         assert len(costs.verify_ms) == 16 and costs.first_ms == costs.next_ms == 0
         assert model.tokens_free == free
     own = [record.getMessage() for record in caplog.records if "starts without it" in record.getMessage()]

@@ -163,7 +163,7 @@ def _drafting(
         model.prepare(settings.parallel, settings.context, Taps())
         return None
     prepare(model, drafter, settings.context)
-    drafter, costs = sound_costs(model, drafter, tokenizer.encode(TEXT))
+    drafter, costs = sound_costs(model, drafter, tokenizer.encode(TEXT), settings.context)
     log.info(
         "drafts: %s%s; a window of 1 row takes %.1f ms, of %d rows %.1f ms; a draft %.1f ms and %.1f ms a token more",
         drafter.name if drafter else "none",

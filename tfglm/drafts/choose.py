@@ -80,8 +80,11 @@ def prepare(model: Glm53, drafter: Drafter | None, window: int) -> None:
         drafter.prepare(WINDOW_ROWS, window)
 
 
-def sound_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -> tuple[Drafter | None, Costs]:
-    """The drafter and what rounds with it cost; None, and what they cost without, if it fails at its first drafts."""
+def sound_costs(
+    model: Glm53, drafter: Drafter | None, text: Sequence[int], window: int
+) -> tuple[Drafter | None, Costs]:
+    """The drafter and what rounds with it cost; None, and what they cost without, if it fails at its first drafts: then
+    all is prepared for replies of `window` tokens without it."""
     try:
         return drafter, measured_costs(model, drafter, text)
     except RanksError:
@@ -96,6 +99,7 @@ def sound_costs(model: Glm53, drafter: Drafter | None, text: Sequence[int]) -> t
             error,
             exc_info=True,
         )
+        prepare(model, None, window)
         return None, measured_costs(model, None, text)
 
 

@@ -83,8 +83,9 @@ class Speculator:
 
     @property
     def taps(self) -> Taps:
-        """What to hand out of every forward."""
-        return self._drafter.taps if self._on and self._drafter else Taps()
+        """What to hand out of every forward. The same once drafting is off: windows were captured with it, and others
+        would have to be while replies are written."""
+        return self._drafter.taps if self._drafter else Taps()
 
     @property
     def planes(self) -> Sequence[LayerPlanes]:
