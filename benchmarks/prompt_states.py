@@ -32,7 +32,7 @@ from tfglm.cache.kept import KeptStates
 from tfglm.cache.latent import LayerPlanes
 from tfglm.cache.pages import PAGE, PagePool, Stream, pages_for
 from tfglm.cache.sizes import layer_bytes
-from tfglm.cache.tier import DiskTier, Pages
+from tfglm.cache.tier import DiskTier, Fetch, PageLateError, Pages
 from tfglm.checkpoint.store import Checkpoint
 from tfglm.checkpoint.synth import write_checkpoint
 from tfglm.engine.api import Event, Failed, Finished, GenerationRequest, SamplingParams
@@ -129,9 +129,10 @@ def one_round(folder: Path, planes: list[LayerPlanes], pages: Pages, count: int)
         fetch = tier.fetch(keys)
         assert fetch is not None
         for page in stream.pages:
-            data = fetch.next()
-            assert data is not None
+            while (data := _next(fetch)) is None:
+                pass
             pages.write(page, data)
+            fetch.taken()
 
     for plane in planes:
         plane.latent.zero_()
@@ -139,6 +140,16 @@ def one_round(folder: Path, planes: list[LayerPlanes], pages: Pages, count: int)
     assert pages.read(stream.pages[-1]) == expected
     tier.close()
     return steps
+
+
+def _next(fetch: Fetch) -> bytearray | None:
+    """None while the page is late."""
+    try:
+        page = fetch.next()
+    except PageLateError:
+        return None
+    assert page is not None, "a page that was written is not there"
+    return page
 
 
 def plain(folder: Path, pages: Pages, count: int) -> dict[str, float]:
