@@ -3,9 +3,11 @@
     PYTHONPATH=. python benchmarks/drafts_host.py --out benchmarks/results/drafts_host_cpu.json
 
 The engine serves greedy replies of a known text at GLM-5.3's vocabulary of 154,880; a stand-in for the model answers at
-once, and an oracle drafts 8 tokens of which each is right with the set probability. Time in the model is taken off what
-is measured. Predicted tokens a second are those of the cost table of three DGX Sparks, beside the ideal: a policy that
-knows each draft's fate. Copies are measured on an edit: a reply that repeats its prompt with 2 % of its tokens changed.
+once with tokens that it draws itself, as a GPU does (with the engine's sampler each token's row of logits is read on
+top of that), and an oracle drafts 8 tokens of which each is right with the set probability. Milliseconds are processor
+time of the engine's thread, that of the stand-in taken off. Predicted tokens a second are those of the cost table of
+three DGX Sparks, beside the ideal: a policy that knows each draft's fate. Copies are measured on an edit: a reply that
+repeats its prompt with 2 % of its tokens changed.
 
 An oracle chooses nothing. What DSpark's choice of 8 tokens adds on the host is measured by itself, at the published
 sizes (64 candidates a slot, tables [154880, 256], hidden 6144, with confidence head), greedy and sampled.
@@ -46,6 +48,7 @@ from tfglm.engine.tokenizer import Tokenizer
 from tfglm.models.glm53 import Glm53
 from tfglm.models.taps import Passed, Taps
 from tfglm.models.window import Rows, reserve
+from tfglm.ops.draw import Draw
 from tfglm.ops.group import Message
 from tfglm.settings import Settings
 
@@ -57,7 +60,7 @@ class KnownText:
     """Says of each stream, whose first token is its number, the text of that number."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        self.seconds = 0.0
+        self.seconds = self.began = 0.0
         self.rounds = self.rows = 0
         self.ms = 0.0
         self._texts = texts
@@ -78,11 +81,21 @@ class KnownText:
         return Stream(self._pool)
 
     def forward(self, window: Sequence[Rows]) -> torch.Tensor:
-        start = time.perf_counter()
-        reserve(window, self._pool)
+        start = time.thread_time()
         for place in self._hot:
             self._logits[place] = 0
-        self._hot = []
+        self._hot = list(enumerate(self._next(window)))
+        for place in self._hot:
+            self._logits[place] = 9
+        logits = self._logits[: len(self._hot)]
+        self.seconds += time.thread_time() - start
+        return logits
+
+    def _next(self, window: Sequence[Rows]) -> list[int]:
+        """The token after every wanted row."""
+        self.began = self.began or time.thread_time()
+        reserve(window, self._pool)
+        found = []
         for entry in window:
             stream = entry.stream
             if stream.length == 0:
@@ -90,19 +103,25 @@ class KnownText:
             stream.length += len(entry.tokens)
             text = self._texts[self._number[stream]]
             for at in range(stream.length - entry.want, stream.length):
-                place = len(self._hot), text[at + 1] if at + 1 < len(text) else 0
-                self._logits[place] = 9
-                self._hot.append(place)
+                found.append(text[at + 1] if at + 1 < len(text) else 0)
         if all(len(entry.tokens) == entry.want for entry in window):
             self.rounds += 1
-            self.rows += len(self._hot)
-            self.ms += THREE_SPARKS.window(len(self._hot))
-        logits = self._logits[: len(self._hot)]
-        self.seconds += time.perf_counter() - start
-        return logits
+            self.rows += len(found)
+            self.ms += THREE_SPARKS.window(len(found))
+        return found
 
     def forward_tapped(self, window: Sequence[Rows], taps: Taps) -> Passed:
         raise RuntimeError("the oracle taps nothing, so the engine has no reason to ask for taps")
+
+
+class DrawnText(KnownText):
+    """Draws the tokens itself, as a GPU does."""
+
+    def forward_drawn(self, window: Sequence[Rows], taps: Taps, draws: Sequence[Draw | None]) -> Passed:
+        start = time.thread_time()
+        passed = Passed(torch.empty(0, VOCAB), None, {}, tokens=self._next(window))
+        self.seconds += time.thread_time() - start
+        return passed
 
 
 class Oracle:
@@ -138,7 +157,7 @@ class Oracle:
 
 
 class Timed(Drafting):
-    """Adds up the time inside."""
+    """Adds up the processor time inside."""
 
     seconds = 0.0
 
@@ -149,16 +168,18 @@ class Timed(Drafting):
         self._timed(lambda: super(Timed, self).settle(*args))
 
     def _timed(self, action: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
+        start = time.thread_time()
         try:
             return action()
         finally:
-            self.seconds += time.perf_counter() - start
+            self.seconds += time.thread_time() - start
 
 
-def serve(texts: Sequence[Sequence[int]], prompts: int, drafter: Drafter | None, copy: bool) -> dict[str, Any]:
+def serve(
+    texts: Sequence[Sequence[int]], prompts: int, drafter: Drafter | None, copy: bool, drawn: bool = True
+) -> dict[str, Any]:
     """All replies at once: host milliseconds a round, tokens a round, tokens a second by the cost table."""
-    model = KnownText(texts)
+    model = DrawnText(texts) if drawn else KnownText(texts)
     policy = Policy(THREE_SPARKS)
     speculator = Speculator(drafter, policy, copy=copy, vocab_size=TOKENIZER.vocab_size)
     drafting = Timed(speculator)
@@ -166,6 +187,7 @@ def serve(texts: Sequence[Sequence[int]], prompts: int, drafter: Drafter | None,
         model, TOKENIZER, Settings(parallel=len(texts), prefill_rows=4096), [TOKENIZER.vocab_size - 1], drafting
     )
     usages: list[Usage] = []
+    spent: list[float] = []
     done = threading.Semaphore(0)
 
     def on_event(event: Event) -> None:
@@ -173,6 +195,7 @@ def serve(texts: Sequence[Sequence[int]], prompts: int, drafter: Drafter | None,
             raise SystemExit(f"a reply failed: {event.message}")
         if isinstance(event, Finished):
             usages.append(event.usage)
+            spent.append(time.thread_time() - model.began - model.seconds)
             done.release()
 
     for number, text in enumerate(texts):
@@ -183,10 +206,8 @@ def serve(texts: Sequence[Sequence[int]], prompts: int, drafter: Drafter | None,
         if number == 0:
             engine.start()
         engine.submit(request, on_event)
-    started, before = time.perf_counter(), model.seconds
     for _ in texts:
         done.acquire()
-    wall = time.perf_counter() - started - (model.seconds - before)
     engine.stop()
     if not speculator.on:
         raise SystemExit("drafting was turned off: these are not its figures")
@@ -197,7 +218,7 @@ def serve(texts: Sequence[Sequence[int]], prompts: int, drafter: Drafter | None,
         "tokens_per_round": round(tokens / model.rounds, 3),
         "rows_per_round": round(model.rows / model.rounds, 3),
         "drafting_ms_per_round": round(1000 * drafting.seconds / model.rounds, 4),
-        "host_ms_per_round": round(1000 * wall / model.rounds, 4),
+        "host_ms_per_round": round(1000 * spent[-1] / model.rounds, 4),
         "predicted_tok_s": round(1000 * tokens / ms, 2),
     }
 
@@ -227,13 +248,13 @@ def dspark_choice(temperature: float, rounds: int = 200) -> float:
         ids = np.sort(np.stack([dice.choice(VOCAB, CANDIDATES, replace=False) for _ in range(most)]))
         values = dice.standard_normal(ids.shape).astype(np.float32)
         rows, before = dice.standard_normal((most, hidden), np.float32), 7
-        start = time.perf_counter()
+        start = time.thread_time()
         score = DSparkScorer(config, tables, small, rows)
         draw = Guess(sampling, seed=1, position=number, vocab_size=VOCAB, counts=None, noise=1.0)
         for slot in range(most):
             scores, _ = score(slot, before, ids[slot], values[slot])
             before, _ = draw(ids[slot], scores, slot)
-        took.append(time.perf_counter() - start)
+        took.append(time.thread_time() - start)
     return round(1000 * statistics.median(took), 4)
 
 
@@ -271,6 +292,8 @@ def main() -> None:
             cases.append({"streams": streams, "acceptance": acceptance, **figures})
             if streams == 1:
                 cases[-1]["ideal_tok_s"] = ideal(acceptance, args.tokens)
+                sampled = serve(texts, 16, Oracle(texts, acceptance), copy=False, drawn=False)
+                cases[-1]["host_ms_per_round_with_sampler"] = sampled["host_ms_per_round"]
     serial = serve(texts_of(1, args.tokens), 16, None, copy=False)
     copies = serve(edit(args.tokens), args.tokens + 1, None, copy=True)
     result = {
