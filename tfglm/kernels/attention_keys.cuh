@@ -15,10 +15,7 @@
 #endif
 
 constexpr int THREADS = 512, WARPS = 16;
-#ifndef CHUNK_KEYS
-#define CHUNK_KEYS 64
-#endif
-constexpr int TILE = 32, CHUNK = CHUNK_KEYS, TILES_A_CHUNK = CHUNK / TILE;
+constexpr int TILE = 32, CHUNK = 64, TILES_A_CHUNK = CHUNK / TILE;
 constexpr int HEADS = HEAD_TILES * 8;  // of a block
 constexpr int GROUPS = WARPS / (TILE / 16), GROUP_COLUMNS = 64, LANE_COLUMNS = 16;
 constexpr int LATENT_GROUPS = (LATENT + GROUP_COLUMNS - 1) / GROUP_COLUMNS, ROTARY_GROUPS = ROTARY / 16;

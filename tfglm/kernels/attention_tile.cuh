@@ -7,23 +7,12 @@ constexpr int P_STRIDE = TILE * 2 + 16;
 constexpr int VALUE_STEPS = LATENT / 16;
 constexpr int OUT_TILES = (VALUE_STEPS + WARPS - 1) / WARPS;  // of 16 latent values, a warp
 
-#ifndef TOTALS
-#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-#define TOTALS 1
-#else
-#define TOTALS 0
-#endif
-#endif
-#ifndef ORDER
-#define ORDER 1
-#endif
-
 struct Shared {
     u8 values[2][TILE * VALUE_STRIDE];
     float scores[USED_GROUPS][HEADS][TILE];  // keys at score_at
     __align__(16) u8 p[HEADS * P_STRIDE];
-    __align__(16) float factor[HEADS];      // of what the chunk's tiles before left
-    float fold[2][HEADS];                   // old and new part where a chunk joins the chunks before
+    __align__(16) float factor[HEADS];        // of what the chunk's tiles before left
+    float fold[2][HEADS];                     // old and new part where a chunk joins the chunks before
     float scales[SCALES ? SCALES : 1][TILE];  // of the tile that is scored next
 };
 

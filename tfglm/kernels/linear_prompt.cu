@@ -7,9 +7,10 @@
 //   linear_prompt_small  64 by 64, a warp 16 by 64: where the last wide tiles would leave too many multiprocessors idle
 //   linear_prompt_few    64 by 64 on twice as many warps, each 16 by 32: where there are not enough tiles for all multiprocessors
 //
-// What binds it. H200, q4, 2,048 rows: a matrix instruction takes its scheduler about 8 cycles, and everything else adds to that (3.5
-// other instructions each in a wide tile; 6.7 with warps of 32 by 32, 25 % slower). Larger warps spill the sums of the slices, three or
-// more blocks a multiprocessor too. GB10 has a fifth of the tensor rate a clock: there the rest should hide behind the products.
+// What binds it. H200, q4, 2,048 rows of o_proj: 318 TFLOP/s. A matrix instruction takes its scheduler about 8 cycles, and everything
+// else adds to that: 3.5 other instructions each in a wide tile, 6.7 with warps of 32 by 32, which take 28 % longer. Warps of 32 by 128 or
+// 64 by 64 spill their slices' sums and take 8 to 20 % longer, three blocks a multiprocessor 3 %; a fourth stage changes nothing. GB10
+// (not measured) has a fifth of the tensor rate a clock: there the rest should hide behind the products.
 //! variant: WEIGHT=0
 //! variant: WEIGHT=1
 //! variant: WEIGHT=2
