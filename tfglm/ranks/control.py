@@ -16,11 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 
 from tfglm.errors import RankMismatch, RankNeverCame, RanksError
 from tfglm.ranks.link import Link
 from tfglm.ranks.messages import RANK, Array, Frame, FrameError, encode
+from tfglm.ranks.progress import GatherWatch, Progress
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ _ERRORS = {error.__name__: error for error in (RanksError, RankMismatch, RankNev
 _MAX_WAITING = 1024  # messages that a follower may lag behind rank 0
 _PROGRESS_S = 5.0
 _TELLING_S = 2.0
-_SLOWEST_BYTES_S = 20e6  # a wire that carries less is no use to anybody
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,6 @@ class Timing:
     lost_s: float = 5.0
     step_s: float = 300.0
     gather_s: float = 4.0
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a rank is: the last message it has finished, the gathers it has come to, those of them that have brought
-    their data, and the bytes that the last of them brings. Between GPUs a rank comes to the next ones before that."""
-
-    done: int = 0
-    came: int = 0
-    left: int = 0
-    bytes: int = 0
-
-
-_PROGRESS_FIELDS = [field.name for field in fields(Progress)]
 
 
 class Control:
@@ -85,7 +71,7 @@ class Control:
         self._announced: deque[tuple[int, str, float]] = deque()
         self._own = Progress()
         self._progress = {other: Progress() for other in self._links} | {rank: self._own}
-        self._inside: dict[int, tuple[int, float]] = {}
+        self._gathers = GatherWatch(self.timing.gather_s)
         self._before_beats: list[Callable[[], None]] = []
         self._stopped = False
         self._closed = False
@@ -275,7 +261,7 @@ class Control:
                     for call in self._before_beats:
                         call()
                     for link in self._links.values():
-                        link.beat(asdict(self._own))
+                        link.beat(self._own.facts())
                     self._look(now)
 
     def _read(self, rank: int) -> None:
@@ -299,7 +285,7 @@ class Control:
     def _take(self, rank: int, frame: Frame) -> None:
         facts = frame.facts
         if frame.kind == "beat":
-            self._progress[rank] = Progress(*(int(facts.get(name, 0)) for name in _PROGRESS_FIELDS))
+            self._progress[rank] = Progress.of(facts)
         elif frame.kind == "failed":
             self.fail(error_of(frame))
         elif frame.kind == "posted":
@@ -355,26 +341,10 @@ class Control:
         self.fail(RanksError(f"rank {rank} is alive, but {what}"))
 
     def _look_at_gathers(self, now: float) -> None:
-        """Is a rank in a gather that all have come to, all alive, and does it not end? Then it is the wire that is
-        broken, say a cable between two followers, which no beat runs over."""
-        progress = self._progress
-        came = min(one.came for one in progress.values())
         if any(now - link.heard > 2.5 * self.timing.beat_s for link in self._links.values()):
-            self._inside = {}  # a rank stands still; once it is heard again it has its time to go on
-            return
-        inside = {}
-        for rank, one in progress.items():
-            if one.left < came:
-                before, since = self._inside.get(rank, (-1, now))
-                inside[rank] = (one.left, since if one.left == before else now)
-        self._inside = inside
-        limit = self.timing.gather_s + max(one.bytes for one in progress.values()) / _SLOWEST_BYTES_S
-        late = [(left, now - since) for left, since in inside.values() if now - since > limit]
-        if late:
-            gather, waited = min(left for left, _ in late) + 1, max(waited for _, waited in late)
-            names = ", ".join(str(rank) for rank, (left, _) in sorted(inside.items()) if left < gather)
-            what = f"still wait in gather {gather} {waited:.1f} s after all ranks have come to it"
-            self.fail(RanksError(f"ranks {names} {what}: what carries it between them is broken"))
+            self._gathers.forget()
+        elif broken := self._gathers.broken(self._progress, now):
+            self.fail(RanksError(broken))
 
     def _missing(self, what: str) -> list[int]:
         return [rank for rank in range(self.ranks) if f"meet/{what}/{rank}" not in self._board]
