@@ -7,7 +7,7 @@ import torch
 
 from tfglm.formats import latent as formats
 from tfglm.formats.latent import KvFormat
-from tfglm.ops import cuda_attention
+from tfglm.ops import cuda_attention, driver
 from tfglm.ops.base import Rope, Selection
 
 pytestmark = pytest.mark.gpu
@@ -97,3 +97,18 @@ def test_a_row_has_the_same_bits_in_every_window(
         assert torch.equal(part, whole[rows])
         assert torch.equal(part_sums, sums[rows])
     assert torch.equal(case.run([9, 14], torch.bfloat16)[0], whole[[9, 14]].bfloat16())
+
+
+@pytest.mark.parametrize("kv", list(KvFormat))
+def test_gpus_with_little_shared_memory_get_the_same_bits(
+    kv: KvFormat, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt kernel as GPUs with 99 KiB a block have it, on whichever GPU this is."""
+    case, rows = Case(kv, SIZES[0], [*COUNTS, 640], device), list(range(18))
+    out, sums = case.run(rows)
+    load = driver.load
+    monkeypatch.setattr(cuda_attention, "_has_room", lambda _: False)
+    monkeypatch.setattr(driver, "load", lambda name, macros: load(name, {**macros, "TOTALS_SHARED": "0"}))
+    others = case.run(rows)
+    assert torch.equal(others[0], out)
+    assert torch.equal(others[1], sums)
