@@ -169,8 +169,8 @@ class Settings:
     )
     wire: str = _setting(
         "auto",
-        "what tensors travel through between ranks; auto is nccl where each has a GPU of its own, else shared memory on "
-        "one machine and gloo between machines",
+        "what tensors travel through between ranks; auto is nccl where each has a GPU of its own, else shared memory "
+        "on one machine and gloo between machines",
         choices=("auto", "shared", "gloo", "nccl"),
     )
     rank_join_s: float = _setting(300.0, "seconds within which all ranks must have joined", low=1, high=86400)
