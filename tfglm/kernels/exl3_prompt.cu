@@ -162,7 +162,7 @@ __device__ __forceinline__ void multiply(float (&sum)[STRIPS][ROWS / 8][4], cons
     __syncthreads();
 }
 
-// eights: groups of 8 rows that the item has. Around 64 rows, as many as an expert gets of 2,048, every number is told apart.
+// eights: groups of 8 rows that the item has. Every number is told apart around 64 rows, as many as an expert gets of 2,048.
 template <int K2, int STRIPS>
 __device__ __forceinline__ void multiply_rows(int eights, float (&sum)[STRIPS][ROWS / 8][4], const Columns<STRIPS>& columns, int inputs,
                                               const u16* rows, const RowPieces& row_at, u8* memory) {
@@ -178,8 +178,7 @@ __device__ __forceinline__ void multiply_rows(int eights, float (&sum)[STRIPS][R
         case 8: return of(Number<8>());
         case 9: return of(Number<9>());
         case 10: return of(Number<10>());
-        case 11: return of(Number<11>());
-        case 12: return of(Number<12>());
+        case 11: case 12: return of(Number<12>());
     }
 #endif
     of(Number<ROWS / 8>());
