@@ -31,7 +31,7 @@
 //! variant: CODEBOOK=2 WIDTHS=0
 //! variant: CODEBOOK=1 WIDTHS=1
 //! variant: CODEBOOK=2 WIDTHS=1
-//! spills 16
+//! spills 48
 #include "exl3_decode.cuh"
 #include "exl3_prompt.cuh"
 
