@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from tfglm.checks.address import base_url, reason
 from tfglm.checks.errors import CheckError
 from tfglm.checks.problem import Call, Json, Problem, Reply
 
@@ -107,8 +108,8 @@ class _Refused(ServerError):
 
 
 async def connect(session: aiohttp.ClientSession, url: str, model: str | None, options: Options) -> Server:
-    """The server at an address with or without /v1, and its only or first model. Raises ServerError."""
-    base = url.rstrip("/").removesuffix("/v1")
+    """The server at an address with or without http:// and /v1, and its only or first model. Raises ServerError."""
+    base = base_url(url)
     if model:
         return Server(session, base, model, options)
     limit = aiohttp.ClientTimeout(total=_CONNECT_S)
@@ -123,7 +124,7 @@ async def connect(session: aiohttp.ClientSession, url: str, model: str | None, o
     except TimeoutError:
         raise ServerError(f"{base}/v1/models does not answer within {_CONNECT_S} s") from None
     except aiohttp.ClientError as error:
-        raise ServerError(f"{base} does not answer: {error or type(error).__name__}") from None
+        raise ServerError(f"{base} does not answer: {reason(error)}") from None
     except (LookupError, TypeError):
         raise ServerError(f"{base}/v1/models lists no model; name one with --model") from None
 

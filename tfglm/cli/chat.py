@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+from tfglm.checks.address import base_url, reason
 from tfglm.errors import TfglmError
 from tfglm.settings import Settings, env_name
 
@@ -57,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Chat until /quit or the end of input; returns the exit status. Raises ChatError."""
     key = args.api_key or os.environ.get(env_name("api_key"), "").split(",")[0].strip()
-    client = Client(args.url.rstrip("/").removesuffix("/v1"), key)
+    client = Client(base_url(args.url), key)
     model = args.model or asyncio.run(client.served_model())
     limits = {"max_tokens": args.max_tokens} if args.max_tokens is not None else {}
     conversation = Conversation(client, model, args.system, "off" if args.no_think else None, limits)
@@ -222,16 +223,8 @@ class Client:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise ChatError(
                 f"no server answers at {self.url} ({reason(error)}); "
-                "start one with 'tfglm serve PATH', or say where it is with --url"
+                "start one with 'tfglm serve', or say where it is with --url"
             ) from None
-
-
-def reason(error: Exception) -> str:
-    """Why no connection came about, in the system's words where it has some."""
-    number = getattr(error, "errno", None)
-    if isinstance(number, int) and number > 0:
-        return os.strerror(number).lower()
-    return str(error) or type(error).__name__
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:

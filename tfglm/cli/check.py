@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tfglm.checks.address import base_url, reason
 from tfglm.checks.errors import CheckError
 from tfglm.cli import check_suite
-from tfglm.cli.chat import reason
 from tfglm.settings import env_name
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """0 if every reply is the serial one, 1 if one is not. Raises CheckError."""
     key = args.api_key or os.environ.get(env_name("api_key"), "").split(",")[0].strip()
-    return asyncio.run(_check(args.url.rstrip("/").removesuffix("/v1"), args.model, key, args.tokens, args.repeat))
+    return asyncio.run(_check(base_url(args.url), args.model, key, args.tokens, args.repeat))
 
 
 async def _check(url: str, model: str | None, key: str, tokens: int, repeat: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -285,7 +286,10 @@ def _seed(text: str) -> int:
 def _lengths(text: str) -> list[int]:
     from tfglm.checks.lengths import parsed
 
-    return parsed(text)
+    try:
+        return parsed(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of tokens such as 2k,8k,64k") from None
 
 
 def _levels(text: str) -> list[int]:
@@ -293,9 +297,10 @@ def _levels(text: str) -> list[int]:
     from tfglm.checks.suite import LEVELS
 
     found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
+    with contextlib.suppress(ValueError):
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
     if not found or not found <= set(range(LEVELS)):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of levels 0 to {LEVELS - 1}")
     return sorted(found)
