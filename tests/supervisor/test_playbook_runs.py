@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tfglm.cli.main import main
-from tfglm.cli.playbooks import View, not_reached, summarise
+from tfglm.cli.playbooks import View, failure, not_reached, summarise
 from tfglm.supervisor.playbooks import Step, Summary, find_playbooks, run_playbook, step_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +54,10 @@ def event(kind: str, **data: Any) -> dict[str, Any]:
             ),
             Step("unreachable", "Do it", "spark1", "ssh: refused"),
         ),
+        (
+            event("runner_on_failed", res={"msg": "Validation failed:\nx", "argument_errors": ["x must be y", "z"]}),
+            Step("failed", "Do it", "spark1", "E_CONFIG: x must be y; z"),
+        ),
         (event("runner_on_failed", ignore_errors=True, res={"msg": "x"}), Step("ok", "Do it", "spark1")),
         (event("runner_on_unreachable", res={"msg": "timed out"}), Step("unreachable", "Do it", "spark1", "timed out")),
     ],
@@ -74,6 +78,7 @@ def test_what_a_user_sees() -> None:
             Step("changed", "Install", "spark1"),
             Step("ok", "Say", "spark0", "rank 0: fits"),
             Step("failed", "Check", "spark2", "E_MEMORY: 3 GiB too few"),
+            Step("play", "Start what nobody is left for"),
         ):
             view.show(step)
     counts = {"spark0": {"ok": 2}, "spark1": {"changed": 1}, "spark2": {"failed": 1}}
@@ -90,6 +95,12 @@ def test_what_a_user_sees() -> None:
         "spark2: failed 1",
         "site.yml failed after 12 s, changed: 1",
     ]
+
+
+def test_a_failure_keeps_the_code_it_has() -> None:
+    coded = failure("site.yml", Step("failed", "Check", "spark2", "E_MEMORY: 3 GiB too few"))
+    assert str(coded) == "E_MEMORY: site.yml failed on spark2 at 'Check': 3 GiB too few"
+    assert str(failure("site.yml", Step("failed", "Copy", says="no room"))).startswith("E_WORKER: site.yml failed at")
 
 
 def test_what_is_missing_is_named(

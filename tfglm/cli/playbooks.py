@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ _INSTEAD = {
     "logs.yml": "on that machine itself `journalctl -u 'tfglm@*'` has its rank's log",
 }
 """What does the same as a playbook where ssh does not."""
+_CODED = re.compile("(E_[A-Z]+): (.*)", re.DOTALL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def play(playbook: str, args: argparse.Namespace, arguments: str = "") -> int:
-    """Run a playbook with live progress and a summary. Raises WorkerError with the first failure."""
+    """Run a playbook with live progress and a summary. Raises WorkerError with the first failure and its code."""
     from rich.console import Console
 
     from tfglm.supervisor.playbooks import find_inventory, find_playbooks, run_playbook
@@ -54,10 +56,18 @@ def play(playbook: str, args: argparse.Namespace, arguments: str = "") -> int:
     if away:
         raise WorkerError(not_reached(playbook, away))
     if summary.failures:
-        first = summary.failures[0]
-        where = f" on {first.host}" if first.host else ""
-        raise WorkerError(f"{playbook} failed{where} at {first.text!r}: {first.says}")
+        raise failure(playbook, summary.failures[0])
     return summary.code
+
+
+def failure(playbook: str, first: Step) -> WorkerError:
+    """Where a playbook failed and why, under the code that the failed step gives."""
+    coded = _CODED.fullmatch(first.says)
+    where = f" on {first.host}" if first.host else ""
+    error = WorkerError(f"{playbook} failed{where} at {first.text!r}: {coded[2] if coded else first.says}")
+    if coded:
+        error.code = coded[1]
+    return error
 
 
 def not_reached(playbook: str, away: Sequence[Step]) -> str:
@@ -76,7 +86,7 @@ class View:
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status = console, status
-        self._task = ""
+        self._play = self._task = ""
         self._done: set[str] = set()
 
     def show(self, step: Step) -> None:
@@ -84,12 +94,16 @@ class View:
 
         name = escape(step.text)
         if step.kind == "play":
-            self._console.print(f"[bold]{name}[/bold]")
+            self._play = name
         elif step.kind == "task":
+            # A play begins, too, when every machine is away: then nothing of it runs.
+            if self._play:
+                self._console.print(f"[bold]{self._play}[/bold]")
+            self._play = ""
             self._task, self._done = name, set()
             self._status.update(name)
         elif step.kind in ("failed", "unreachable"):
-            self._console.print(f"  [red]{escape(step.host)}: {step.kind}[/red]: {name}")
+            self._console.print(f"  [red]{escape(step.host)}: {step.kind}[/red]: {name}", soft_wrap=True)
             self._console.print(escape(step.says), soft_wrap=True)
         elif step.kind == "changed":
             self._console.print(f"  [yellow]{escape(step.host)}: changed[/yellow]: {name}")

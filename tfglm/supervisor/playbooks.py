@@ -185,6 +185,8 @@ def step_of(event: Mapping[str, Any]) -> Step | None:
 
 def _failure(result: Mapping[str, Any]) -> str:
     """Why a task failed: its message, and what its command wrote last."""
+    if refused := result.get("argument_errors"):
+        return f"E_CONFIG: {'; '.join(map(str, refused))}"
     message = _text(result.get("msg", "")) or "no message"
     items = [item for item in result.get("results", ()) if isinstance(item, dict)]
     loop = [item for item in items if item.get("failed") or item.get("unreachable")]
