@@ -206,6 +206,17 @@ def _rails(wire: Wire, device: str, service: tuple[Cluster, Node]) -> list[dict[
     ]
 
 
+def _gather_limit(report: dict[str, Any], gather: dict[str, Any]) -> float | None:
+    """Microseconds that a gather may take; None where nothing is expected of its size."""
+    limit = EXPECTED_S[report["wire"]].get(gather["bytes"])
+    return None if limit is None else limit * 1e6
+
+
+def _rail_limits(report: dict[str, Any], rail: dict[str, Any]) -> tuple[float, float]:
+    """Gbit/s that a rail should carry by its own speed, and beside the fastest one."""
+    return RAIL_SHARE * rail["speed_gbit_s"], max(one["gbit_s"] for one in report["rails"]) / 2
+
+
 def judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What is broken, and what is slower than it should be."""
     problems = [
@@ -215,20 +226,18 @@ def judge(report: dict[str, Any]) -> tuple[list[str], list[str]]:
     ]
     warnings = []
     for gather in report["gathers"]:
-        limit = EXPECTED_S[report["wire"]].get(gather["bytes"])
-        if limit is not None and gather["us"] > limit * 1e6:
-            warnings.append(
-                f"a gather of {gather['bytes']} bytes takes {gather['us']:.0f} us, expected {limit * 1e6:.0f}"
-            )
-    fastest = max((rail["gbit_s"] for rail in report["rails"]), default=0.0)
+        limit = _gather_limit(report, gather)
+        if limit is not None and gather["us"] > limit:
+            warnings.append(f"a gather of {gather['bytes']} bytes takes {gather['us']:.0f} us, expected {limit:.0f}")
     for rail in report["rails"]:
+        by_speed, beside_fastest = _rail_limits(report, rail)
         what = f"rank {rail['sender']} to rank {rail['receiver']} over {rail['interface']}: {rail['gbit_s']} Gbit/s"
-        if not rail["problem"] and rail["gbit_s"] < RAIL_SHARE * rail["speed_gbit_s"]:
+        if not rail["problem"] and rail["gbit_s"] < by_speed:
             warnings.append(
                 f"{what} of {rail['speed_gbit_s']:g} by TCP; power off both ends and unplug them for a minute"
             )
-        elif not rail["problem"] and rail["gbit_s"] < fastest / 2:
-            warnings.append(f"{what}, less than half of the fastest rail's {fastest}")
+        elif not rail["problem"] and rail["gbit_s"] < beside_fastest:
+            warnings.append(f"{what}, less than half of the fastest rail's {2 * beside_fastest:g}")
     return problems, warnings
 
 
@@ -240,8 +249,8 @@ def _print(report: dict[str, Any]) -> None:
     title = f"{report['ranks']} ranks over {report['wire']}, every value right"
     table = Table("gather of", "median", "expected", "received", title=title)
     for gather in report["gathers"]:
-        limit = EXPECTED_S[report["wire"]].get(gather["bytes"])
-        expected = "" if limit is None else f"below {limit * 1e6:.0f} us"
+        limit = _gather_limit(report, gather)
+        expected = "" if limit is None else f"below {limit:.0f} us"
         received = f"{gather['gbit_s']:.2f} Gbit/s"
         table.add_row(f"{gather['bytes'] // 1024} KiB", f"{gather['us']:.0f} us", expected, received)
     console.print(table)
@@ -250,7 +259,7 @@ def _print(report: dict[str, Any]) -> None:
         for rail in report["rails"]:
             name = f"rank {rail['sender']} to {rail['receiver']}, {rail['interface']}"
             speed = f"{rail['speed_gbit_s']:g} Gbit/s" if rail["speed_gbit_s"] else "unknown"
-            least = max(RAIL_SHARE * rail["speed_gbit_s"], max(one["gbit_s"] for one in report["rails"]) / 2)
+            least = max(_rail_limits(report, rail))
             rails.add_row(name, rail["problem"] or f"{rail['gbit_s']:.2f} Gbit/s", f"above {least:.2f}", speed)
         console.print(rails)
     for line in report["problems"]:
