@@ -57,8 +57,17 @@ def pack(weight: torch.Tensor, kind: str) -> Dense:
     if kind == "bf16":
         return Dense(kind, rows, columns, weight.to(torch.bfloat16).contiguous())
     slab = max(groups.ROWS, _SLAB // columns // groups.ROWS * groups.ROWS)
-    pieces, scales = zip(*(_packed(some, kind) for some in weight.split(slab)), strict=True)
-    return Dense(kind, rows, columns, torch.cat(pieces), torch.cat(scales))
+    first = _packed(weight[:slab], kind)
+    if rows <= slab:
+        return Dense(kind, rows, columns, *first)
+    # Into its place at once: joined at the end the packed weight would be there twice for a moment.
+    blocks, in_slab = -(-rows // groups.ROWS), slab // groups.ROWS
+    whole = [part.new_empty(blocks * (len(part) // in_slab), *part.shape[1:]) for part in first]
+    for start in range(0, rows, slab):
+        for place, part in zip(whole, _packed(weight[start : start + slab], kind) if start else first, strict=True):
+            at = start // groups.ROWS * (len(place) // blocks)
+            place[at : at + len(part)] = part
+    return Dense(kind, rows, columns, *whole)
 
 
 def _packed(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
