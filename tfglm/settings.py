@@ -25,11 +25,12 @@ def _setting(
     *,
     low: float | None = None,
     high: float | None = None,
+    also: float | None = None,
     choices: tuple[str, ...] = (),
     commands: tuple[str, ...] = ("serve",),
 ) -> Any:
-    """commands: which of them take it as a flag."""
-    meta = {"reason": reason, "low": low, "high": high, "choices": choices, "commands": commands}
+    """also: a value outside of low to high that is taken too. commands: which of them take it as a flag."""
+    meta = {"reason": reason, "low": low, "high": high, "also": also, "choices": choices, "commands": commands}
     return field(default=default, metadata=meta)
 
 
@@ -146,8 +147,9 @@ class Settings:
         -1.0,
         "space in GiB that the disk cache leaves free on its disk; with less free it stores nothing; -1 takes a tenth "
         "of the disk, at most 100",
-        low=-1,
+        low=0,
         high=65536,
+        also=-1,
     )
     guard_gib: float = _setting(
         0.25,
@@ -267,7 +269,8 @@ def range_text(f: dataclasses.Field[Any]) -> str:
     if isinstance(f.default, bool):
         return "0, 1"
     if meta["low"] is not None:
-        return f"{meta['low']} to {meta['high']}"
+        also = "" if meta["also"] is None else f"{meta['also']} or "
+        return f"{also}{meta['low']} to {meta['high']}"
     return "text"
 
 
@@ -301,7 +304,7 @@ def _parse(f: dataclasses.Field[Any], raw: object, source: str) -> Any:
         raise refuse()
     if kind is float and not math.isfinite(value):
         raise refuse()
-    if meta["low"] is not None and not meta["low"] <= value <= meta["high"]:
+    if meta["low"] is not None and not meta["low"] <= value <= meta["high"] and value != meta["also"]:
         raise refuse()
     return value
 

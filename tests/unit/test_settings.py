@@ -33,6 +33,7 @@ def test_every_default_lies_in_its_own_range() -> None:
         ("keepalive_s", "nan"),
         ("keepalive_s", "inf"),
         ("context", "1e6"),
+        ("disk_keep_free_gib", "-0.5"),
     ],
 )
 def test_a_bad_value_names_setting_value_and_range(name: str, value: str) -> None:
