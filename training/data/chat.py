@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from tfglm.checks.words import ATOMIC_NUMBERS, CAPITALS, CITIES, COLOURS, DAYS, MONTHS, NAMES, NOUNS
@@ -79,55 +80,70 @@ def about(rng: Random) -> Exchange:
 
 def fact(rng: Random) -> Exchange:
     form = rng.randrange(8)
-    if form == 0:
-        country = rng.choice(sorted(CAPITALS))
-        question = pick(
-            rng,
-            f"What is the capital of {country}?",
-            f"Which city is the capital of {country}?",
-            f"Capital of {country}?",
-        )
-        return _fact(rng, question, f"The capital of {country} is {CAPITALS[country]}.", CAPITALS[country])
-    if form == 1:
-        city = rng.choice(sorted(CAPITALS.values()))
-        country = next(name for name, capital in CAPITALS.items() if capital == city)
-        return _fact(rng, f"{city} is the capital of which country?", f"{city} is the capital of {country}.", country)
+    if form <= 1:
+        return _capital(rng, backwards=form == 1)
     if form == 2:
         name = rng.choice(sorted(ATOMIC_NUMBERS))
         question = f"What is the atomic number of {name}?"
         return _fact(
             rng, question, f"The atomic number of {name} is {ATOMIC_NUMBERS[name]}.", str(ATOMIC_NUMBERS[name])
         )
-    if form in (3, 4):
-        words, word = (DAYS, "day") if form == 3 else (MONTHS, "month")
-        at, step = rng.randrange(len(words)), rng.choice((1, -1))
-        answer = words[(at + step) % len(words)]
-        where = "after" if step == 1 else "before"
-        return _fact(
-            rng,
-            f"Which {word} comes {pick(rng, '', 'right ')}{where} {words[at]}?",
-            f"{answer} comes {where} {words[at]}.",
-            answer,
-        )
+    if form <= 4:
+        return _neighbour(rng, *((DAYS, "day") if form == 3 else (MONTHS, "month")))
     if form == 5:
-        question, answer = rng.choice(
-            (
-                ("How many days does a week have?", "7"),
-                ("How many months does a year have?", "12"),
-                ("How many hours does a day have?", "24"),
-                ("How many minutes does an hour have?", "60"),
-                ("How many days does a year have?", "365"),
-                ("How many legs does a spider have?", "8"),
-                ("How many letters does the English alphabet have?", "26"),
-                ("How many sides does a triangle have?", "3"),
-            )
-        )
-        return _fact(rng, question, f"{question[9:].split(' do')[0].capitalize()}: {answer}.", answer)
+        return _number(rng)
     if form == 6:
         items, colours = rng.sample(NOUNS, 2), rng.sample(COLOURS, 2)
         at = rng.randrange(2)
         text = f"The {items[0]} is {colours[0]} and the {items[1]} is {colours[1]}. Which of them is {colours[at]}?"
         return _fact(rng, text, f"The {items[at]} is {colours[at]}.", items[at])
+    return _spelling(rng)
+
+
+def _capital(rng: Random, *, backwards: bool) -> Exchange:
+    if backwards:
+        city = rng.choice(sorted(CAPITALS.values()))
+        country = next(name for name, capital in CAPITALS.items() if capital == city)
+        return _fact(rng, f"{city} is the capital of which country?", f"{city} is the capital of {country}.", country)
+    country = rng.choice(sorted(CAPITALS))
+    question = pick(
+        rng,
+        f"What is the capital of {country}?",
+        f"Which city is the capital of {country}?",
+        f"Capital of {country}?",
+    )
+    return _fact(rng, question, f"The capital of {country} is {CAPITALS[country]}.", CAPITALS[country])
+
+
+def _neighbour(rng: Random, words: Sequence[str], word: str) -> Exchange:
+    at, step = rng.randrange(len(words)), rng.choice((1, -1))
+    answer = words[(at + step) % len(words)]
+    where = "after" if step == 1 else "before"
+    return _fact(
+        rng,
+        f"Which {word} comes {pick(rng, '', 'right ')}{where} {words[at]}?",
+        f"{answer} comes {where} {words[at]}.",
+        answer,
+    )
+
+
+def _number(rng: Random) -> Exchange:
+    question, answer = rng.choice(
+        (
+            ("How many days does a week have?", "7"),
+            ("How many months does a year have?", "12"),
+            ("How many hours does a day have?", "24"),
+            ("How many minutes does an hour have?", "60"),
+            ("How many days does a year have?", "365"),
+            ("How many legs does a spider have?", "8"),
+            ("How many letters does the English alphabet have?", "26"),
+            ("How many sides does a triangle have?", "3"),
+        )
+    )
+    return _fact(rng, question, f"{question[9:].split(' do')[0].capitalize()}: {answer}.", answer)
+
+
+def _spelling(rng: Random) -> Exchange:
     noun = rng.choice(NOUNS)
     question, answer = rng.choice(
         (
