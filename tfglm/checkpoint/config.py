@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard, cast
 
 from tfglm.checkpoint.jsonfile import read_object, shown
-from tfglm.errors import ConfigError
+from tfglm.errors import CheckpointError, ConfigError
 
 MODEL_TYPE = "glm_moe_dsa"
 INDEXER_LAYER_NORM_EPS = 1e-6
@@ -25,6 +25,13 @@ _MAX_WIDTH = 1 << 24
 
 IndexerType = Literal["full", "shared"]
 MlpType = Literal["dense", "sparse"]
+
+
+def require_folder(folder: Path) -> None:
+    """Raise CheckpointError where nothing at all is a checkpoint."""
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise CheckpointError(f"{folder} {what}; a checkpoint is a folder with config.json and safetensors files")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tfglm.checkpoint.config import ModelConfig
+from tfglm.checkpoint.config import ModelConfig, require_folder
 from tfglm.checkpoint.jsonfile import read_object, shown
 from tfglm.checkpoint.names import TensorSpec, expected_tensors, layer_prefix
 from tfglm.checkpoint.safetensors import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, TensorEntry, read_header
@@ -85,10 +85,7 @@ class Checkpoint:
         it says: a missing shard, a truncated one, a missing, extra, repeated, mis-shaped or wrong-dtype tensor.
         """
         folder = Path(path)
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder} is not a folder; a checkpoint is a folder with config.json and safetensors files"
-            )
+        require_folder(folder)
         config = ModelConfig.from_file(folder / "config.json")
         expected = expected_tensors(config)
         fds: dict[Path, int] = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from tfglm import __version__
 from tfglm.errors import TfglmError
@@ -33,8 +35,21 @@ COMMANDS = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """One that names the flag that a misspelt one may have meant; a command's own parser knows which it has."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            self.exit(2, f"{self.prog}: error: it takes no {flag}; {meant}{self.prog} --help lists all\n")
+        return known, unknown
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tfglm", description="Serve GLM-5.3 on small clusters of DGX Sparks behind an OpenAI-compatible API."
     )
     parser.add_argument("--version", action="version", version=f"tfglm {__version__}")

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cluster:
         return play("plan.yml", args)
     if (args.path is None) == (args.preset is None):
-        raise ConfigError("tfglm plan takes either a checkpoint folder or --preset")
+        raise ConfigError("tfglm plan takes one of a checkpoint folder, --preset full, --preset flash and --cluster")
     given = {f.name: getattr(args, f.name) for f in flags("plan")}
     settings = Settings.from_sources(given, defaults=PRESETS.get(args.preset, {}))
     inventory: Planned

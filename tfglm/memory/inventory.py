@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tfglm.checkpoint.config import ModelConfig
+from tfglm.checkpoint.config import ModelConfig, require_folder
 from tfglm.checkpoint.jsonfile import read_object
 from tfglm.checkpoint.names import TensorSpec, expected_tensors
 from tfglm.checkpoint.presets import preset_config
@@ -61,8 +61,7 @@ class Inventory:
 def of_folder(folder: Path) -> Inventory:
     """The checkpoint in `folder`. Raises ConfigError and CheckpointError; names and shapes are not compared with the
     configuration, as `Checkpoint.open` does."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; a checkpoint is a folder with config.json and safetensors")
+    require_folder(folder)
     config = ModelConfig.from_file(folder / "config.json")
     headers = {entry.name: entry for file in _shards(folder) for entry in _entries(file)}
     bits = {name: linear.bits for name, linear in find_linears(headers).items()}

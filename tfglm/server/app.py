@@ -91,5 +91,5 @@ def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
         message = f"{request.path} takes {allowed}, not {request.method}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, f"there is no {request.path} here", code="not_found")
+        return ApiError(404, f"there is no {request.path} here; /openapi.json lists what there is", code="not_found")
     return ApiError(error.status, error.reason, code="http_error")

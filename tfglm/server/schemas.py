@@ -150,6 +150,7 @@ def _field_error(detail: ErrorDetails) -> ApiError:
     for step in detail["loc"]:
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     if detail["type"] == "missing":
-        return ApiError(400, f"{param} is required", code="missing_required_parameter", param=param)
+        where = "; GET /v1/models names it" if param == "model" else ""
+        return ApiError(400, f"{param} is required{where}", code="missing_required_parameter", param=param)
     text = detail["msg"]
     return invalid(param, f"{param} is {shown(detail['input'])}: {text[:1].lower()}{text[1:]}")
