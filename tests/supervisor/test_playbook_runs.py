@@ -103,6 +103,11 @@ def test_a_failure_keeps_the_code_it_has() -> None:
     assert str(failure("site.yml", Step("failed", "Copy", says="no room"))).startswith("E_WORKER: site.yml failed at")
 
 
+def test_arguments_for_ansible_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--ansible", "'-e x"]) == 1
+    assert 'E_CONFIG: --ansible is "\'-e x": no closing quotation' in capsys.readouterr().err
+
+
 def test_what_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +181,19 @@ def test_a_real_playbook(tmp_path: Path) -> None:
     broken = run_playbook("nothing.yml", tmp_path, inventory, "", steps.append)
     assert broken.code != 0
     assert "nothing.yml" in broken.failures[0].says
+
+
+@needs_ansible
+@pytest.mark.parametrize("inventory", ["[sparks]\n", "[sprks]\nspark0 ansible_connection=local\n", "garbage [[\n"])
+def test_an_inventory_without_a_machine_is_no_success(
+    inventory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "inventory.ini"
+    file.write_text(inventory)
+    assert main(["up", "-i", str(file), "--playbooks", str(ROOT / "playbooks")]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"tfglm: E_CONFIG: site.yml found no machine: {file} must list them")
+    assert "is done" not in said.out
 
 
 @needs_ansible

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfglm.errors import WorkerError
+from tfglm.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,18 +39,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def play(playbook: str, args: argparse.Namespace, arguments: str = "") -> int:
-    """Run a playbook with live progress and a summary. Raises WorkerError with the first failure and its code."""
+    """Run a playbook with live progress and a summary. Raises WorkerError with the first failure and its
+    code, ConfigError where there is nothing to run on."""
     from rich.console import Console
 
     from tfglm.supervisor.playbooks import find_inventory, find_playbooks, run_playbook
 
+    try:
+        shlex.split(args.ansible)
+    except ValueError as error:
+        raise ConfigError(f"--ansible is {args.ansible!r}: {str(error).lower()}") from None
     folder = find_playbooks(args.playbooks)
     inventory = find_inventory(args.inventory, folder)
     console = Console(highlight=False)
     with console.status(playbook) as status:
         view = View(console, status)
         summary = run_playbook(playbook, folder, inventory, f"{arguments} {args.ansible}".strip(), view.show)
-    summarise(console, summary)
+    if summary.counts or summary.code:
+        summarise(console, summary)
     if summary.cancelled:
         return 130
     away = [step for step in summary.failures if step.kind == "unreachable"]
@@ -57,6 +64,12 @@ def play(playbook: str, args: argparse.Namespace, arguments: str = "") -> int:
         raise WorkerError(not_reached(playbook, away))
     if summary.failures:
         raise failure(playbook, summary.failures[0])
+    if not summary.counts:
+        # Ansible takes an inventory without the group, or with nothing it can read, for a job well done.
+        raise ConfigError(
+            f"{playbook} found no machine: {inventory} must list them in a group that [sparks:children] names, as "
+            "inventory.example.ini does, or in the one that --ansible '-e tfglm_cluster=GROUP' chooses"
+        )
     return summary.code
 
 
