@@ -91,6 +91,21 @@ def check_off(outcome: tuple[Outcomes, Engine, Speculator], serial: Outcomes, re
     assert len(warnings) == 1 + own, warnings
 
 
+@pytest.fixture
+def served_serially(
+    tiny: Checkpoint, serial: Outcomes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> Callable[[str, Sequence[int]], None]:
+    """Serves with a drafter of a kind that fails on some ranks, and checks that nothing comes of it but the end of
+    drafting."""
+
+    def check(kind: str, failing: Sequence[int]) -> None:
+        with caplog.at_level(logging.WARNING):
+            outcome = served(tiny, kind, chosen(kind, tmp_path, tiny))
+        check_off(outcome, serial, [record.getMessage() for record in caplog.records], len(set(failing) - {0}))
+
+    return check
+
+
 @pytest.mark.parametrize("ranks", [(0,), (1,), (2,), (0, 1, 2)], ids=["leader", "middle", "last", "all"])
 @pytest.mark.parametrize(
     ("kind", "meeting"),
@@ -100,17 +115,11 @@ def test_a_failure_on_the_way_to_a_meeting_ends_drafting_alone(
     kind: str,
     meeting: int,
     ranks: tuple[int, ...],
-    tiny: Checkpoint,
-    serial: Outcomes,
-    tmp_path: Path,
+    served_serially: Callable[[str, Sequence[int]], None],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    settings = chosen(kind, tmp_path, tiny)
     fail_at(monkeypatch, ranks, meeting)
-    with caplog.at_level(logging.WARNING):
-        outcome = served(tiny, kind, settings)
-    check_off(outcome, serial, [record.getMessage() for record in caplog.records], len(set(ranks) - {0}))
+    served_serially(kind, ranks)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -119,13 +128,10 @@ def test_a_failure_where_nobody_waits_ends_drafting_alone(
     kind: str,
     where: tuple[type, str],
     rank: int,
-    tiny: Checkpoint,
-    serial: Outcomes,
-    tmp_path: Path,
+    served_serially: Callable[[str, Sequence[int]], None],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    settings, (owner, name) = chosen(kind, tmp_path, tiny), where
+    owner, name = where
     own, calls = getattr(owner, name), []
 
     def failing(self: Any, *args: Any) -> Any:
@@ -137,9 +143,7 @@ def test_a_failure_where_nobody_waits_ends_drafting_alone(
         return own(self, *args)
 
     monkeypatch.setattr(owner, name, failing)
-    with caplog.at_level(logging.WARNING):
-        outcome = served(tiny, kind, settings)
-    check_off(outcome, serial, [record.getMessage() for record in caplog.records], int(rank > 0))
+    served_serially(kind, [rank])
 
 
 @pytest.mark.parametrize("rank", [0, 2])

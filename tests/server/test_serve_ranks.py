@@ -14,7 +14,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import openai
 import pytest
@@ -23,7 +22,6 @@ from processes import DEVICE, ServerProcess
 
 from tfglm.checkpoint.config import GenerationDefaults
 from tfglm.checkpoint.store import Checkpoint
-from tfglm.cli.session import Session
 from tfglm.engine.api import Delta, Event, Failed, Finished, GenerationRequest, SamplingParams
 from tfglm.engine.engine import Engine
 from tfglm.engine.tokenizer import Tokenizer
@@ -312,15 +310,6 @@ def test_a_leader_that_is_stopped_while_the_ranks_meet(
         assert server.ended(60) == 0, server.lines
         assert gone(pids)
     assert "rank 1: tfglm: E_RANKS: rank 0 was stopped before it was idle" in server.lines, server.lines
-
-
-@pytest.mark.parametrize(("idle", "failed"), [(True, False), (False, True)])
-def test_ranks_that_were_told_of_a_failure_are_not_waited_for_long(idle: bool, failed: bool) -> None:
-    """Nor are those that have not joined yet, which nobody can tell."""
-    engine, others = Mock(), Mock()
-    engine.stop.return_value = idle
-    Session(others, engine=engine).close(None)
-    others.close.assert_called_once_with(failed=failed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
