@@ -81,9 +81,12 @@ def setting_names(names: Sequence[str]) -> list[str]:
 
 
 @_tried
-def settings(values: Sequence[Any], names: Sequence[str], profile: str) -> dict[str, str]:
-    """Settings of the engine, over those of a profile. names: of all variables, values: of `setting_names` of them."""
-    return provision.engine_settings(dict(zip(_known_settings(names), values, strict=True)), PRESETS.get(profile))
+def settings(values: Sequence[Any], names: Sequence[str], profile: str, limits: object) -> dict[str, str]:
+    """Settings of the engine, over those of a profile. names: of all variables, values: of `setting_names` of them;
+    limits: of the service, which are refused as early."""
+    known = _known_settings(names)
+    provision.require_limits(limits)
+    return provision.engine_settings(dict(zip(known, values, strict=True)), PRESETS.get(profile))
 
 
 @_filter

@@ -109,6 +109,14 @@ def test_a_misspelt_variable_is_refused() -> None:
     provision.require_known(["tfglm_context", "tfglm_home", "ansible_host"], ["tfglm_home"])
 
 
+def test_a_limit_that_no_service_has_is_refused() -> None:
+    provision.require_limits({"start": 3600})
+    with pytest.raises(ConfigError, match=r"tfglm_limits.*'strat' that does not exist; did you mean start\?"):
+        provision.require_limits({"strat": 3600})
+    with pytest.raises(ConfigError, match=r"tfglm_limits: start is"):
+        provision.require_limits({"start": 0})
+
+
 def test_a_machine_is_reached_by_what_the_inventory_says_or_by_its_default_route() -> None:
     addresses = {"lan": ["192.168.1.20/24"], "wifi": ["10.0.0.9/24"]}
     by_host = provision.member("s0", addresses, "lan", ["", "10.0.0.9"])

@@ -14,8 +14,9 @@ from typing import Any
 
 from tfglm.errors import ConfigError
 from tfglm.settings import Settings, env_name, range_text
-from tfglm.supervisor.cluster import CLUSTER_FILE, RANK_FILE, VERSION, read_cluster, read_node
+from tfglm.supervisor.cluster import CLUSTER_FILE, RANK_FILE, VERSION, Limits, read_cluster, read_node
 from tfglm.supervisor.fabric import RailState, engine_environment
+from tfglm.supervisor.facts import parse
 from tfglm.supervisor.runtime import Runtime
 
 PREFIX = "tfglm_"
@@ -64,6 +65,11 @@ def engine_settings(variables: Mapping[str, Any], preset: Mapping[str, Any] | No
     except ConfigError as error:
         raise ConfigError(as_variables(error.message)) from None
     return {name: str(int(value)) if isinstance(value, bool) else str(value) for name, value in given.items()}
+
+
+def require_limits(limits: object) -> None:
+    """Raise ConfigError for limits that cluster.json could not hold, before anything is downloaded or built for it."""
+    parse(Limits, limits, f"{PREFIX}limits")
 
 
 def as_variables(message: str) -> str:
