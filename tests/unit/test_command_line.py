@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tfglm.bundled import DRAFTER, MODEL
 from tfglm.cli.main import main
+from tfglm.cli.serve import with_drafter
+from tfglm.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,20 @@ def test_a_path_that_is_no_checkpoint(command: str, tmp_path: Path, capsys: pyte
         assert main([command, str(path), *(["--port", "0"] if command == "serve" else [])]) == 1
         wanted = f"{path} {what}; a checkpoint is a folder with config.json and safetensors files"
         assert f"tfglm: E_CHECKPOINT: {wanted}" in capsys.readouterr().err
+
+
+def test_the_tiny_model_has_its_drafter_however_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(MODEL.parent)
+    for path in (MODEL, Path(MODEL.name)):
+        for drafter, folder in (("auto", str(DRAFTER)), ("dspark", str(DRAFTER)), ("mtp", ""), ("none", "")):
+            assert with_drafter(path, Settings(drafter=drafter)).drafter_path == folder
+    assert with_drafter(MODEL, Settings(drafter_path="/mine")).drafter_path == "/mine"
+    assert with_drafter(MODEL.parent, Settings()).drafter_path == ""
+
+
+def test_a_drafter_that_is_none_is_named_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", "--drafter", "dspark", "--drafter-path", str(tmp_path)]) == 1
+    assert f"E_CONFIG: --drafter-path: {tmp_path}/config.json does not exist" in capsys.readouterr().err
 
 
 def test_a_plan_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:

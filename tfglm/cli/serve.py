@@ -31,7 +31,13 @@ def run(args: argparse.Namespace) -> int:
 
     given = {f.name: getattr(args, f.name) for f in flags("serve")}
     settings = Settings.from_sources(given | {"rank": 0})
-    if args.path == MODEL and settings.drafter == "auto" and not settings.drafter_path:
-        settings = dataclasses.replace(settings, drafter_path=str(DRAFTER))
+    settings = with_drafter(args.path, settings)
     start_logging(settings)
     return serve_model(args.path, settings, LocalRanks(args.path) if settings.ranks > 1 else None)
+
+
+def with_drafter(path: Path, settings: Settings) -> Settings:
+    """The settings, with the folder of the drafter that the tiny model comes with where they leave that open."""
+    if path.resolve() != MODEL.resolve() or settings.drafter not in ("auto", "dspark") or settings.drafter_path:
+        return settings
+    return dataclasses.replace(settings, drafter_path=str(DRAFTER))

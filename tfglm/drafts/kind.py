@@ -42,7 +42,10 @@ def drafter_kind(settings: Settings, config: ModelConfig) -> str:
 
 def block_config(settings: Settings) -> BlockConfig:
     """The config in the drafter folder. Raises ConfigError."""
-    return BlockConfig.from_file(Path(settings.drafter_path) / "config.json")
+    try:
+        return BlockConfig.from_file(Path(settings.drafter_path) / "config.json")
+    except ConfigError as error:
+        raise ConfigError(f"--drafter-path: {error.message}") from None
 
 
 def _block_kind(block: BlockConfig, settings: Settings, config: ModelConfig) -> str:
