@@ -17,12 +17,13 @@ from tfglm.settings import Settings, env_name
 if TYPE_CHECKING:
     import aiohttp
 
-HELP = "/think on|off|low|high   /reset   /quit   (Ctrl-C stops a reply, Ctrl-D leaves)"
+HELP = "/think on|off|low|high|max   /reset   /quit   (Ctrl-C stops a reply, Ctrl-D leaves)"
 THINKING: dict[str, dict[str, Any]] = {
     "on": {"chat_template_kwargs": {"enable_thinking": True}},
     "off": {"chat_template_kwargs": {"enable_thinking": False}},
     "low": {"reasoning_effort": "low"},
     "high": {"reasoning_effort": "high"},
+    "max": {"reasoning_effort": "max"},
 }
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
     range(0x7F, 0xA0), 0xFFFD
