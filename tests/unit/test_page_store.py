@@ -155,6 +155,31 @@ def test_space_is_left_on_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert caplog.text.count("must stay so") == 1 and not files(tmp_path)
 
 
+def test_what_would_not_make_room_is_not_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the pages that are there nor those that other ranks left: without them there would be as little room."""
+    own, left = rank_folder(tmp_path, 0, 1), rank_folder(tmp_path, 0, 3)
+    for folder in (own, left):
+        store = store_in(folder)
+        write_text(store, 3)
+        store.close()
+    for limits in ({"limit": 1 << 30, "keep_free": 1 << 60}, {"limit": FILE - 1, "keep_free": 0}):
+        store = PageStore(own, WHO, PAYLOAD, beside=other_folders(tmp_path, 1), **limits)
+        assert not store.takes_more
+        assert not store.write(key(0, 1), ROOT, page(0, 1)) and not store.write(key(3), key(2), page(3))
+        assert [store.read(key(number)) for number in range(3)] == [page(0), page(1), page(2)]
+        store.close()
+        assert len(files(own)) == len(files(left)) == 3
+    assert caplog.text.count("must stay so by --disk-keep-free-gib") == 2
+
+
+def test_pages_go_where_that_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_in(tmp_path, keep_free=3 * FILE)
+    monkeypatch.setattr(store, "_free", lambda: 5 * FILE - store.used)
+    write_text(store, 2)
+    assert store.takes_more and store.write(key(0, 1), ROOT, page(0, 1))
+    assert (held(store, 0), held(store, 1)) == ([0], [0])
+
+
 def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_in(tmp_path)
 

@@ -94,6 +94,12 @@ class PageStore:
         """Bytes of all files in its folder."""
         return self._used
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether there is room for a page, were it that of all others."""
+        with self._lock:
+            return self._can_fit(HEADER_BYTES + self._payload)
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
 
@@ -224,26 +230,40 @@ class PageStore:
 
     def _make_room(self, nbytes: int, spare: bytes) -> bool:
         """Whether a file of `nbytes` bytes fits, after removing what has to go but the page it follows."""
+        if not self._can_fit(nbytes, spare):
+            return self._refuse()
         while self._used + self._leftovers.used + nbytes > self._limit or self._free() - nbytes < self._keep_free:
             if self._leftovers.drop():
                 continue
             victim = next((key for key in self._entries if key[:16] not in self._followers and key[:16] != spare), None)
             if victim is None:
-                if not self._full:
-                    log.warning(
-                        "W_DISK_CACHE: no room in %s: %.1f GiB are free there, %.1f must stay so",
-                        self._folder,
-                        self._free() / 2**30,
-                        self._keep_free / 2**30,
-                    )
-                self._full = True
-                return False
+                return self._refuse()
             path = self._folder / self._entries[victim].name
             self._forget(victim)
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
         self._full = False
         return True
+
+    def _can_fit(self, nbytes: int, spare: bytes = b"") -> bool:
+        """Whether a file of `nbytes` bytes would fit if all others but the spare one went. Otherwise none should: pages
+        that are there are of more use than none."""
+        left = sum(entry.nbytes for key, entry in self._entries.items() if key[:16] == spare)
+        freed = self._used + self._leftovers.used - left
+        return left + nbytes <= self._limit and self._free() + freed - nbytes >= self._keep_free
+
+    def _refuse(self) -> bool:
+        if not self._full:
+            log.warning(
+                "W_DISK_CACHE: no room in %s: %.1f GiB are free there, %.1f must stay so by --disk-keep-free-gib, and "
+                "--disk-cache-gib is %.1f; what is there is still read",
+                self._folder,
+                self._free() / 2**30,
+                self._keep_free / 2**30,
+                self._limit / 2**30,
+            )
+        self._full = True
+        return False
 
     def _free(self) -> int:
         stat = os.statvfs(self._folder)

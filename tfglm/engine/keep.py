@@ -80,14 +80,13 @@ def _store(checkpoint: Path, model: Glm53, pages: Pages, settings: Settings) -> 
         limit=round(settings.disk_cache_gib * GIB),
         keep_free=keep_free(settings),
     )
-    free, keep = shutil.disk_usage(settings.disk_cache).free / GIB, keep_free(settings) / GIB
-    if free < keep:
+    if not store.takes_more:
         log.warning(
             "W_DISK_CACHE: %s has %.1f GiB free and --disk-keep-free-gib is %.1f: nothing new is stored there before "
-            "it has more",
+            "it has more or that is less; what is there is still read",
             settings.disk_cache,
-            free,
-            keep,
+            shutil.disk_usage(settings.disk_cache).free / GIB,
+            keep_free(settings) / GIB,
         )
     return store, known
 
