@@ -14,7 +14,7 @@ from tfglm.ranks.control import Timing, controls_in_process
 from tfglm.ranks.group import RankGroup
 from tfglm.ranks.inprocess import InProcessWire, in_process_wires
 
-QUICK = Timing(beat_s=0.05, lost_s=5.0, step_s=60.0, gather_s=0.5)
+QUICK = Timing(beat_s=0.05, lost_s=5.0, step_s=60.0, gather_s=1.0)
 
 
 class Device:
@@ -104,10 +104,10 @@ def test_devices_that_lag_behind_and_get_on_are_waited_for() -> None:
     with three() as (groups, devices):
         launch(groups, 9)
         assert [device.launched for device in devices] == [10, 10, 10]
-        for done in range(1, 11):  # in all four times as long as one gather may take
+        for done in range(1, 11):  # in all more than twice as long as one gather may take
             for device in devices:
                 device.done = done
-            time.sleep(0.2)
+            time.sleep(0.25)
         time.sleep(2 * QUICK.gather_s)
         for group in groups:
             group.check()

@@ -207,6 +207,27 @@ def test_a_gather_that_one_has_not_come_to_may_last(three: list[Control]) -> Non
     three[0].check()
 
 
+def test_a_beat_tells_the_largest_gather_that_a_rank_has_not_left() -> None:
+    """A device may still be in a prompt's when the host has launched a window, whose bytes nobody counts, behind it."""
+    peer = Peer(Timing(beat_s=0.02, lost_s=60.0))
+
+    def told(left: int) -> int:
+        while (facts := peer.next("beat").facts)["came"] < 3 or facts["left"] != left:
+            pass
+        return int(facts["bytes"])
+
+    try:
+        for size in (1000, 10, 0):
+            peer.control.came(size)
+        assert told(left=0) == 1000
+        peer.control.left(1)
+        assert told(left=1) == 10
+        peer.control.left(3)
+        assert told(left=3) == 0
+    finally:
+        peer.close()
+
+
 def test_a_rank_that_stood_still_in_a_gather_may_go_on_with_it() -> None:
     """For less than lost_s, which is a setting, but longer than a gather may take. Then that time counts again."""
     peer = Peer(Timing(beat_s=0.05, lost_s=60.0, gather_s=1.0))

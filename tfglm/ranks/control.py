@@ -35,7 +35,9 @@ _TELLING_S = 2.0
 class Timing:
     """Seconds. A rank is lost when nothing was heard of it for `lost_s`; it does not get on when it has not finished a
     message of rank 0 within `step_s`, however alive it is otherwise. A gather that every rank has come to is broken
-    when none is over in `gather_s`, and the time its bytes may take."""
+    when none is over in `gather_s` and the time that the largest under way may take, which grows with a step's rows:
+    15 s more for 4,096 of GLM-5.3 on three ranks. That also covers what one device computes for longer than the others
+    between two gathers, at most a layer's indexer over a million tokens: some 0.6 s for 4,096 rows on a GB10."""
 
     beat_s: float = 1.0
     lost_s: float = 5.0
@@ -70,6 +72,8 @@ class Control:
         self._board: dict[str, bytes] = {}
         self._announced: deque[tuple[int, str, float]] = deque()
         self._own = Progress()
+        self._under_way: deque[tuple[int, int]] = deque()  # number and bytes of gathers that this rank has not left
+        self._counting = threading.Lock()
         self._progress = {other: Progress() for other in self._links} | {rank: self._own}
         self._gathers = GatherWatch(self.timing.gather_s)
         self._before_beats: list[Callable[[], None]] = []
@@ -163,13 +167,20 @@ class Control:
 
     def came(self, size: int) -> int:
         """This rank comes to its next gather, of `size` bytes in all; the gather's number."""
-        self._own.bytes = size
-        self._own.came += 1
-        return self._own.came
+        own = self._own
+        with self._counting:
+            own.came += 1
+            own.bytes = max(own.bytes, size)
+            self._under_way.append((own.came, size))
+            return own.came
 
     def left(self, gather: int) -> None:
         """This rank has everybody's part of a gather and of those before it."""
-        self._own.left = gather
+        with self._counting:
+            self._own.left = gather
+            while self._under_way and self._under_way[0][0] <= gather:
+                self._under_way.popleft()
+            self._own.bytes = max((size for _, size in self._under_way), default=0)
 
     def before_beats(self, call: Callable[[], None]) -> None:
         """Have `call` run in the thread of this object each time before it tells the others how far this rank is."""

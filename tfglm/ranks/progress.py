@@ -12,7 +12,7 @@ _SLOWEST_BYTES_S = 20e6  # a wire that carries less is no use to anybody
 @dataclass(slots=True)
 class Progress:
     """How far a rank is: the last message it has finished, the gathers it has come to, those of them that have brought
-    their data, and the bytes that the last of them brings. Between GPUs a rank comes to the next ones before that."""
+    their data, and the bytes of the largest of the others. Between GPUs a rank comes to the next ones before that."""
 
     done: int = 0
     came: int = 0
