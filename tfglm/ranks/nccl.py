@@ -50,6 +50,7 @@ class NcclWire:
         try:
             self._store = tcp_store(control, "nccl")
             self._group = dist.ProcessGroupNCCL(self._store, self.rank, self.ranks, options)
+            control.on_failure(lambda error: self.abort(error.message))  # also while it connects
             # NCCL connects at the first use; nothing that is slow or can fail is left for the first prompt.
             self.gather(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
