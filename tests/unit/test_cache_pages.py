@@ -119,7 +119,7 @@ def test_planes_are_what_bytes_per_token_says(kv: str, dtype: torch.dtype) -> No
 
 def test_refusals() -> None:
     config = ModelConfig.from_dict({**FIELDS, "num_hidden_layers": 1})
-    with pytest.raises(ConfigError, match="'fp7'; supported: bf16, fp8, fp4, fp4x, fp32"):
+    with pytest.raises(ConfigError, match="'fp7'; a CPU has bf16, fp8, fp4, fp4x, fp32"):
         LatentCache(config, 10, "fp7")
     with pytest.raises(ConfigError, match="at least 1"):
         LatentCache(config, 0, "bf16")
