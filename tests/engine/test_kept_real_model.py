@@ -184,6 +184,36 @@ def test_pages_from_a_disk_bring_the_mtp_layer_s_rows_whoever_had_them_read(
     assert drafted[2] == drafted[0] != []
 
 
+def test_pages_that_a_failed_drafter_has_not_read_stay_off_the_disk(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had read before is there for the next start, and so is memory for this one."""
+    prompt = tokenizer.encode(TEXT)[: 2 * PAGE + 9]
+    first, second = (
+        GenerationRequest(str(n), tokens, SamplingParams(temperature=0.0), max_tokens=4, ignore_eos=True)
+        for n, tokens in enumerate((prompt, prompt[9:]))
+    )
+    settings = Settings(context=4 * PAGE, disk_cache=str(tmp_path), disk_keep_free_gib=0.0)
+    cached = []
+    for fails in (True, False):
+        model = load_model(checkpoint, tokens=8 * PAGE)
+        drafter = load_drafter("mtp", checkpoint, model, settings)
+        assert drafter is not None
+        speculator = Speculator(drafter, Policy(Costs((1.0,) * 16)), copy=False, vocab_size=tokenizer.vocab_size)
+        drafting = Drafting(speculator)
+        states = prompt_states(checkpoint.path, model, 6, settings, drafting.planes)
+        engine = Engine(model, tokenizer, settings, [0], drafting, states)
+        engine.start()
+        replies = [reply(engine, first)]
+        if fails:
+            monkeypatch.setattr(drafter, "read", lambda *_: 1 // 0)
+        replies += [reply(engine, second), reply(engine, second)]
+        end(engine)
+        assert speculator.on is not fails
+        cached.append([one.finished.usage.cached_tokens for one in replies])
+    assert cached == [[0, 0, PAGE], [2 * PAGE, 0, PAGE]]
+
+
 def test_a_disk_too_full_to_keep_anything_is_told_at_once(
     checkpoint: Checkpoint, model: Glm53, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

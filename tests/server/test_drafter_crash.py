@@ -28,6 +28,26 @@ Steps.sum = fall
 
 
 @on_cpu
+def test_a_drafter_that_falls_over_at_once_leaves_no_pages_behind(checkpoint: Path, tmp_path: Path) -> None:
+    """They would lack its rows, which a drafter of the next start would take for its own."""
+    (tmp_path / "sitecustomize.py").write_text(FALLING)
+    now, cache = tmp_path / "now", tmp_path / "cache"
+    now.touch()
+    how: dict[str, Any] = {"environ": {"FALLS_ON": "0", "FALLS_WHEN": str(now)}, "patches": tmp_path}
+    flags = (*SMALL, "--kept-gib", "0.1", "--disk-cache", str(cache), "--disk-keep-free-gib", "0")
+    pages = []
+    for _ in range(2):
+        with ServerProcess(*SERVE, checkpoint, "--drafter", "mtp", *flags, **how) as server:
+            complete(serving(server), prompt=TEXT[:2000], max_tokens=4)
+            server.send(signal.SIGTERM)
+            assert server.ended() == 0, server.lines
+        pages.append(len(list(cache.glob("*/*.page"))))
+        assert any("W_DISK_CACHE: no further states" in line for line in server.lines) == now.exists(), server.lines
+        now.unlink(missing_ok=True)
+    assert pages[0] == 0 < pages[1]
+
+
+@on_cpu
 @pytest.mark.parametrize("ranks", ["1", "012"])
 def test_a_drafter_that_falls_over(ranks: str, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(FALLING)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,7 +43,8 @@ class LatentCache:
     """The planes of every layer and the pool of their pages.
 
     kv: one of CPU_FORMATS; "fp32" is for comparing with engines that cache float32. Memory is reserved, not touched: on
-    a CPU a page costs RAM when it is first written. Raises ConfigError for another kv, MemoryShortError if `tokens`
+    a CPU a page costs RAM when it is first written. Rows that nobody has written are zeros: a drafter may lack some of
+    a kept page, and must find numbers there. Raises ConfigError for another kv, MemoryShortError if `tokens`
     cannot be reserved. ranks: those that share the cache of every stream (models/context.py), of which this has tokens
     / ranks of each; its planes then have a page more, the last, which belongs to no stream.
     """
@@ -57,7 +60,7 @@ class LatentCache:
         row, dtype = layer_bytes(config, kv), _DTYPES.get(kv, torch.uint8)
 
         def plane(row_bytes: int) -> torch.Tensor:
-            return torch.empty(pages + (ranks > 1), PAGE, row_bytes // dtype.itemsize, dtype=dtype)
+            return _zeros((pages + (ranks > 1), PAGE, row_bytes // dtype.itemsize), dtype)
 
         try:
             self.layers = [
@@ -68,10 +71,16 @@ class LatentCache:
                 )
                 for kind in config.indexer_types
             ]
-        except RuntimeError as exc:
+        except (OSError, ValueError, OverflowError) as exc:
             gib = pages * PAGE * self.bytes_per_token / 2**30
             raise MemoryShortError(
                 f"a cache of {tokens} tokens needs {gib:.1f} GiB ({self.bytes_per_token} bytes a token), which the "
                 "system refuses; ask for fewer tokens"
             ) from exc
         self.pool = PagePool(pages, ranks)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Of memory that the system clears when it is first touched; torch.zeros would touch all of it."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

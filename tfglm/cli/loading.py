@@ -73,6 +73,8 @@ def load(checkpoint: Checkpoint, settings: Settings, session: Session) -> Served
     if session.leader:
         session.leader.loaded()
     drafting = _drafting(drafter, model, tokenizer, settings, _learned(kind, path, settings))
+    if drafter and drafter.planes and not (drafting and drafting.planes):
+        states.write_no_more()
     session.engine = engine = Engine(model, tokenizer, settings, eos, drafting, states)
     engine.start()
     return Served(engine, tokenizer, template, ModelInfo(name, plan.context, defaults))

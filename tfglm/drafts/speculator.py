@@ -69,6 +69,8 @@ class Speculator:
     ) -> None:
         self.slots: dict[tuple[str, int], list[int]] = {}
         """Per source and slot of a draft: tokens verified, tokens kept. Only ever grows."""
+        self.when_off: Callable[[], None] | None = None
+        """Called when a drafter has failed: from then on its rows are missing in what is read."""
         self._drafter = drafter
         self._policy = policy
         self._copy = copy
@@ -139,6 +141,8 @@ class Speculator:
                 error,
                 exc_info=True,
             )
+            if self.when_off:
+                self.when_off()
             return otherwise
 
     def _open(self, stream: Stream, sampled: bool, copies: bool) -> Lane:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,6 +39,11 @@ class Drafting:
     def planes(self) -> Sequence[LayerPlanes]:
         """What is cached for drafts in the pages of the model's cache."""
         return self._speculator.planes if self._speculator else ()
+
+    def when_incomplete(self, call: Callable[[], None]) -> None:
+        """Have `call` run once pages are read without what `planes` cache of them."""
+        if self._speculator and self.planes:
+            self._speculator.when_off = call
 
     @property
     def counts(self) -> tuple[DraftCount, ...]:

@@ -63,6 +63,7 @@ class Engine:
         self._capacity = model.tokens_total
         self._context = min(settings.context or self._capacity, self._capacity)
         self._states = states or PromptStates()
+        self._drafting.when_incomplete(self._states.write_no_more)
         share = settings.prefill_share
         self._scheduler = Scheduler(
             settings.parallel, settings.max_queued, pages, self._states, share, model.page_tokens

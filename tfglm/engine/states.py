@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,8 @@ from tfglm.cache.kept import KeptStates
 from tfglm.cache.pages import Stream
 from tfglm.cache.tier import DiskTier, Fetch, PageLateError
 from tfglm.engine.reply import Reply
+
+log = logging.getLogger(__name__)
 
 RESTORE_BYTES = 64 << 20
 """What is copied from the disk's pages in one turn: some 30 ms, less than a chunk of a prompt takes."""
@@ -112,6 +115,16 @@ class PromptStates:
             text = [*prompt, *reply.tokens][: cached - len(known) * self._kept.page_tokens]
             keys = known + self._kept.keys(text, known[-1] if known else None)
             self._kept.keep(reply.stream, keys)
+
+    def write_no_more(self) -> None:
+        """Pages lack a drafter's rows from now on. In memory nobody misses them, for the drafter has ended; on the disk
+        the next start's would. What is there already is still read."""
+        if self._disk and self._kept and self._kept.write_away:
+            self._kept.write_away = None
+            log.warning(
+                "W_DISK_CACHE: no further states of prompts are written until the server restarts: they would lack the "
+                "rows of the drafter that failed"
+            )
 
     def end(self, reply: Reply) -> None:
         """A reply's stream is about to close."""
