@@ -99,7 +99,7 @@ def test_a_missing_field_says_what_it_is_for(tmp_path: Path) -> None:
     cluster = {name: value for name, value in CLUSTER.items() if name != "checkpoint"}
     with pytest.raises(ConfigError, match=r"cluster\.json lacks checkpoint: checkpoint folder, the same path"):
         read_cluster(write(tmp_path, cluster))
-    with pytest.raises(ConfigError, match=r"cluster\.json does not exist"):
+    with pytest.raises(ConfigError, match=r"cluster\.json does not exist; tfglm up writes it"):
         read_cluster(tmp_path / "nothing")
 
 

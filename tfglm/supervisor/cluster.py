@@ -155,6 +155,8 @@ class Node:
 def read_cluster(directory: Path = CONFIG_DIR) -> Cluster:
     """`cluster.json`. Raises ConfigError naming the file, the field, its value and what it takes."""
     path = directory / CLUSTER_FILE
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; tfglm up writes it on every machine of a cluster")
     cluster = parse(Cluster, read_object(path, ConfigError), str(path))
     _check(cluster, str(path))
     return cluster
