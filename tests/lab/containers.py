@@ -11,11 +11,14 @@ from typing import Any
 from cluster import DEAD_S, SLOW_S, Lab
 from guest import Guest
 from host import LabError
-from playbook import MODELS
+from playbook import CHECKPOINT, MODELS
 from sparklike import DOCKER, VENV, dress, image_in
 
 Figures = dict[str, Any]
-TREE = "bin lib lib64 etc/ld.so.cache etc/passwd etc/group usr/bin/python3* usr/lib/python3* usr/lib/x86_64-linux-gnu"
+TREE = (
+    "bin lib lib64 etc/ld.so.cache etc/passwd etc/group usr/bin/python3* usr/lib/python3* usr/lib64 "
+    "usr/lib/x86_64-linux-gnu"
+)
 COMMAND = """#!{venv}/bin/python
 import sys
 sys.path.insert(0, "{source}")
@@ -78,11 +81,11 @@ def _container(guest: Guest) -> str:
     if len(found) != 1:
         raise LabError(f"{guest.name} runs {len(found)} containers of its rank")
     facts = json.loads(guest.sh(f"docker inspect {found[0]}"))[0]
-    mounts = {mount["Destination"]: mount["RW"] for mount in facts["Mounts"]}
+    fixed = [mount["Destination"] for mount in facts["Mounts"] if not mount["RW"]]
     wanted = {
         "name": facts["Name"] == f"/tfglm-sparks-{guest.index}",
         "network": facts["HostConfig"]["NetworkMode"] == "host",
-        "read-only checkpoint": mounts.get(MODELS) is False,
+        "read-only checkpoint": (MODELS if guest.index else CHECKPOINT) in fixed,  # rank 0 has it on its own disk
         "devices": any(device["PathOnHost"] == "/dev/infiniband" for device in facts["HostConfig"]["Devices"]),
         "user": facts["Config"]["User"] == guest.sh("echo $(id -u spark):$(id -g spark)").strip(),
     }
@@ -117,8 +120,8 @@ def _killed(lab: Lab) -> Figures:
 
 
 def _orphaned(lab: Lab) -> Figures:
-    """SIGKILL to rank 2's supervisor, with nothing to clean up after it: its container lives on, and the next
-    supervisor removes it before it starts another."""
+    """SIGKILL to rank 2's supervisor, with nothing to clean up after it, while its container hangs: that lives on, and
+    the next supervisor removes it before it starts another."""
     guest = lab.guests[2]
     old = _container(guest)
     unit = f"tfglm@{guest.index}"
@@ -127,8 +130,8 @@ def _orphaned(lab: Lab) -> Figures:
     guest.sh("systemctl daemon-reload")
     since = time.time()
     try:
-        guest.sh(f"systemctl kill --kill-whom=main --signal=SIGKILL {unit}")
-        orphan = guest.sh(f"docker ps --quiet --no-trunc {OURS}").strip()
+        guest.sh(f"docker pause {old}; systemctl kill --kill-whom=main --signal=SIGKILL {unit}")
+        orphan = guest.sh(f"sleep 5; docker ps --quiet --no-trunc {OURS}").strip()
         if orphan != old:
             raise LabError(
                 f"container {old} did not outlive its supervisor, so that nothing was left to reap: {orphan!r}"
