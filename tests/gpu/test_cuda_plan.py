@@ -1,8 +1,13 @@
-"""The plan of a GPU's memory against its allocator: weights, drafter and caches are as planned; what windows, captured
-graphs and prompts take beside them, and what loading does, is no more than planned."""
+"""The plan of a GPU's memory against its allocator: weights, drafter, caches and what prompts and windows take beside
+them are as planned; what loading does is no more than planned.
+
+Since the buffers are planned tensor by tensor this has not been run; figures of before are in
+benchmarks/results/plan_h200.json, with which tests/unit/test_memory_buffers.py compares the plan.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +25,7 @@ from tfglm.drafts.base import Drafter, Kept
 from tfglm.drafts.block_files import HOST_TABLES, tensor_entries
 from tfglm.drafts.choose import load_drafter, prepare
 from tfglm.drafts.kind import drafter_kind
+from tfglm.memory.buffers import held
 from tfglm.memory.inventory import of_folder
 from tfglm.memory.plan import RankPlan, make_plan
 from tfglm.models.glm53_cuda import CudaGlm53
@@ -31,6 +37,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
 ]
+
+HALF_MIB = 1 << 19
 
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("tiny", {}),
@@ -97,6 +105,30 @@ def of_windows(model: CudaGlm53) -> int:
     return model.graphs.logits.nbytes + scratch + sampler._there.nbytes + sampler._drawn.nbytes
 
 
+def captured(model: CudaGlm53) -> int:
+    """Of the inputs and results of captured windows, which the plan counts among the graphs."""
+    assert model.graphs is not None
+    logits, found = model.graphs.logits.data_ptr(), {}
+    for ready in model.graphs._captured.values():
+        for tensor in tensors_in((ready.inputs, ready.result)):
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = held(storage.nbytes())
+    found.pop(logits, None)
+    return sum(found.values())
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value):
+        yield from tensors_in(list(vars(value).values()))
+
+
 def work(model: CudaGlm53, drafter: Drafter | None, settings: Settings) -> None:
     """Whole windows of prompts, a chunk at a time, and decode windows after them."""
     for _ in range(settings.parallel):
@@ -122,7 +154,8 @@ def test_what_is_planned_is_what_the_gpu_allocates(
         drafts = block_folder(tmp_path, "dspark", of_folder(path).config)
         given = {**given, "drafter_path": drafts.drafter_path}
     settings = Settings(device="cuda", kept_gib=0.0, **{"parallel": 1, **given})
-    plan = make_plan(of_folder(path), settings, [1 << 40])
+    inventory = dataclasses.replace(of_folder(path), shared_scales=True)  # as those of synthetic checkpoints are
+    plan = make_plan(inventory, settings, [1 << 40])
     [rank] = plan.ranks
     meter = Meter()
     formats = {"kv": settings.kv, "dense": settings.dense, "head": settings.head}
@@ -136,7 +169,7 @@ def test_what_is_planned_is_what_the_gpu_allocates(
         whole = meter.read()
         prepare(model, drafter, settings.context)
         work(model, drafter, settings)
-        served = meter.read()
+        served, kept = meter.read(), captured(model)
     with capsys.disabled():
         print(f"\n{told(name, settings, rank, loaded, whole, served, windows)}")
     held = whole.tensors - windows + host_tables(settings)
@@ -146,8 +179,10 @@ def test_what_is_planned_is_what_the_gpu_allocates(
             rank.drafter + rank.caches - trunk_bytes(model), rel=0.01
         )
     assert max(loaded.most, whole.most) <= rank.weights + rank.caches + rank.staging + windows
-    # What captured graphs take of the driver is not looked at: other processes may use the GPU meanwhile.
-    assert served.most - whole.tensors + windows <= rank.buffers + rank.graphs
+    # What captured graphs take of the driver is not looked at: other processes may use the GPU meanwhile. The last
+    # whole chunk ends before the window does, which a small model's scores show.
+    used = served.most - whole.tensors + windows - kept
+    assert used - HALF_MIB <= rank.buffers <= 1.01 * used + HALF_MIB
 
 
 def host_tables(settings: Settings) -> int:

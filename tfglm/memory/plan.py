@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from tfglm.cache.disk import IN_MEMORY, IN_MEMORY_FOLLOWING
 from tfglm.cache.pages import GATHERED_PAGES, PAGE
 from tfglm.errors import ConfigError, MemoryShortError
+from tfglm.memory.buffers import gpu_buffers, rank_shapes
 from tfglm.memory.demand import Planned, demand_of
+from tfglm.memory.inventory import Inventory
 from tfglm.settings import Settings, flag_name
 
 GIB = 2**30
@@ -23,11 +25,14 @@ LARGEST_DEFAULT_CONTEXT = 131072
 """Window taken when none is asked for, even if more would fit: a cache is paid for whether it is used or not."""
 
 _ROW_COPIES = 45
-"""What a prompt row keeps alive at its peak, in float32 copies of its hidden state: 8 expert outputs, the ranks'
-partials, queries, selections. 1.05 GiB for 1,024 rows of 6,144, as measured for GLM-5.3 on three ranks."""
+"""Where there is no account of tensors, on a CPU and for GLM-5.3-Flash: what a prompt row keeps alive at its peak, in
+float32 copies of its hidden state. 1.05 GiB for 1,024 rows of 6,144 were published for GLM-5.3 on three ranks."""
 _WINDOW_COPIES = 22
-"""What windows of up to 16 rows keep, in float32 copies of their logits: 0.2 GiB of GLM-5.3's 2.3 at 2,048 rows."""
+"""There too: what windows of up to 16 rows keep, in float32 copies of their logits; 0.2 GiB of a published 2.3."""
 _WINDOW_ROWS = 16
+_IN_PIECES = 4
+"""A GPU's allocator keeps pieces that fit nothing beside what lives: one part in four of the buffers is allowed for
+that, as overhead. Not measured."""
 _STAGED = 3
 """Matrices beside the weights while a checkpoint is loaded, of the largest size."""
 _EXCHANGE_BYTES = 512 * 1024
@@ -211,6 +216,9 @@ class _Planner:
         self._demand = demand_of(inventory, settings)
         self._settings, self._available = settings, available
         self._cut = settings.ranks if settings.cp else 1
+        ranks = range(settings.ranks) if isinstance(inventory, Inventory) else ()
+        self._shapes = [rank_shapes(inventory, settings, rank) for rank in ranks]  # type: ignore[arg-type]
+        self._accounted = bool(self._shapes) and settings.device != "cpu"
         self.per_token = self._demand.per_token
         self.floor = round(settings.floor_gib * GIB)
         self.kept_pages = int(settings.kept_gib * GIB) // (self.per_token * PAGE)
@@ -241,6 +249,8 @@ class _Planner:
     def _rank(self, rank: int, context: int) -> RankPlan:
         settings, held = self._settings, self._demand.weights[rank]
         pages = self._window_pages(context) * settings.parallel
+        buffers = self._buffers(rank, context)
+        pieces = buffers // _IN_PIECES if self._accounted else 0
         in_transit = IN_MEMORY if rank == 0 else IN_MEMORY_FOLLOWING
         return RankPlan(
             rank=rank,
@@ -252,12 +262,12 @@ class _Planner:
             caches=(pages + (self._cut > 1)) * PAGE * self.per_token,  # a page more for rows that others cache
             states=self._demand.per_request[rank] * settings.parallel,
             copies=self._copies(context) if rank == 0 else 0,
-            buffers=self._buffers(),
+            buffers=buffers,
             exchanges=self._exchanges(context),
             graphs=self._graphs(context),
             kept=self.kept_pages * PAGE * self.per_token,
             disk=in_transit * PAGE * self.per_token if settings.disk_cache else 0,
-            overhead=round(settings.overhead_gib * GIB),
+            overhead=round(settings.overhead_gib * GIB) + pieces,
             available=self._available[rank],
         )
 
@@ -275,10 +285,15 @@ class _Planner:
         settings = self._settings
         return _INDEXED * (context * settings.parallel + settings.copy_corpus) if settings.copy else 0
 
-    def _buffers(self) -> int:
-        rows = -(-self._settings.prefill_rows // self._settings.ranks) * self._settings.ranks
-        windows = _WINDOW_COPIES * _WINDOW_ROWS * self._demand.vocab_size * 4
-        return windows + rows * _ROW_COPIES * self._demand.hidden_size * 4
+    def _buffers(self, rank: int, context: int) -> int:
+        """A GPU's are accounted for tensor by tensor; a CPU's, of another kind, are no less."""
+        settings, demand = self._settings, self._demand
+        accounted = gpu_buffers(self._shapes[rank], settings.prefill_rows, context) if self._shapes else 0
+        if self._accounted:
+            return accounted
+        rows = -(-settings.prefill_rows // settings.ranks) * settings.ranks
+        windows = _WINDOW_COPIES * _WINDOW_ROWS * demand.vocab_size * 4
+        return max(accounted, windows + rows * _ROW_COPIES * demand.hidden_size * 4)
 
     def _exchanges(self, context: int) -> int:
         """Slots of small exchanges; under CP also one layer's rows of the whole window, gathered for a prompt."""
