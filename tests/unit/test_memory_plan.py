@@ -121,6 +121,11 @@ def test_buffers_are_below_what_another_engine_published(full: Inventory) -> Non
     assert buffers[1] - buffers[0] == pytest.approx(1.05, abs=0.05)
 
 
+def test_sums_through_host_memory_are_planned(full: Inventory) -> None:
+    through = [planned(full, wire=wire).ranks[0].exchanges for wire in ("nccl", "gloo")]
+    assert through[1] - through[0] == (3 + 1) * 3072 * 6144 * 4, "what one rank sends and what all have sent"
+
+
 def test_pages_on_their_way_to_the_disk_are_planned(full: Inventory) -> None:
     with_disk, without = planned(full, disk_cache="/cache"), planned(full)
     pages = (with_disk.ranks[0].need - without.ranks[0].need) / (PAGE * without.bytes_per_token)

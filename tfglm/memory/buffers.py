@@ -58,7 +58,8 @@ class Experts:
 class Shapes:
     """What one rank computes with. heads, dense, shared, routed: of this rank at the most in any layer. vocabulary: of
     each rank. exl3: the kinds of EXL3 layers, none where experts are plain. mtp: the MTP layer drafts; tapped: layers
-    whose streams a block drafter reads, `reads` rows of a chunk at the most. dealt: caches are (CP)."""
+    whose streams a block drafter reads, `reads` rows of a chunk at the most; fills: bytes of the float32 keys and
+    values of every head that a block of its drafts attends to. dealt: caches are (CP)."""
 
     config: ModelConfig
     ranks: int
@@ -72,6 +73,7 @@ class Shapes:
     mtp: bool = False
     tapped: tuple[int, ...] = ()
     reads: int = 0
+    fills: int = 0
     dealt: bool = False
 
 
@@ -102,6 +104,7 @@ def rank_shapes(inventory: Inventory, settings: Settings, rank: int) -> Shapes:
         mtp=kind == "mtp",
         tapped=block.layers if block else (),
         reads=block.window if block else 0,
+        fills=8 * block.num_attention_heads * block.head_dim * (block.window + block.block_size) if block else 0,
         dealt=settings.cp,
     )
 
@@ -120,7 +123,7 @@ def _exl3(inventory: Inventory, layout: Layout, layer: int, rank: int) -> Expert
 
 def gpu_buffers(shapes: Shapes, rows: int, context: int) -> int:
     """Bytes at the peak of chunks of up to `rows` rows of prompts of up to `context` tokens, and of windows."""
-    sizes = (rows, 0), (min(rows, _LOGPROB_ROWS), _LOGPROB_ROWS), (_WINDOW_ROWS, _WINDOW_ROWS)
+    sizes = (rows, 0), (_LOGPROB_ROWS, _LOGPROB_ROWS), (_WINDOW_ROWS, _WINDOW_ROWS)
     peaks = (_Chunk(shapes, count, context, wanted).peak() for count, wanted in sizes)
     return _windows(shapes.config) + _expert_space(shapes, rows) + max(peaks)
 
@@ -311,7 +314,8 @@ class _Chunk:
         yield from (base + self._meeting, base + self._total + 2 * x, base + inner, base + result + self._meeting)
 
     def _block_drafter(self) -> int:
-        """The streams, those of the rows it reads side by side, twice, and what it makes of them."""
+        """The streams, those of the rows it reads side by side, twice, and what it makes of them; or what a block
+        attends to, while that of the stream before is there."""
         streams, read = len(self._shapes.tapped), min(self._rows, self._shapes.reads)
         row = held(2 * read * self._config.hidden_size)
-        return self._inputs + self._x * streams + 2 * streams * row + 8 * row
+        return max(self._inputs + self._x * streams + 2 * streams * row + 8 * row, 2 * self._shapes.fills)

@@ -296,10 +296,13 @@ class _Planner:
         return max(accounted, windows + rows * _ROW_COPIES * demand.hidden_size * 4)
 
     def _exchanges(self, context: int) -> int:
-        """Slots of small exchanges; under CP also one layer's rows of the whole window, gathered for a prompt."""
-        ranks = self._settings.ranks
+        """Slots of small exchanges; under CP also one layer's rows of the whole window, gathered for a prompt. Through
+        gloo, what a chunk's sum takes in host memory, which on a GPU machine with one memory is the same."""
+        settings, ranks = self._settings, self._settings.ranks
         if ranks == 1:
             return 0
         pieces = _GATHERED_COPIES * min(context, ranks * GATHERED_PAGES * PAGE)
         gathered = (context + pieces) * self._demand.gathered if self._cut > 1 else 0
-        return 2 * ranks * _EXCHANGE_BYTES + gathered
+        through_host = settings.wire == "gloo" and settings.device != "cpu"
+        staged = (ranks + 1) * settings.prefill_rows * self._demand.hidden_size * 4 if through_host else 0
+        return 2 * ranks * _EXCHANGE_BYTES + gathered + staged
