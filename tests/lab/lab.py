@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -104,13 +105,15 @@ def _again(names: list[str], hold: bool, limit: float) -> list[str]:
 def _enter(report: Report, hold: bool, limit: float) -> int:
     """The lab in a new namespace, which everything in it ends with."""
     with subprocess.Popen([*NAMESPACE, *_again(report.names, hold, limit)]) as lab:
-        signal.signal(signal.SIGTERM, lambda *_: lab.terminate())
         try:
             inner = Path(f"/proc/{lab.pid}/task/{lab.pid}/children")
             deadline = time.monotonic() + 10
             while not inner.read_text().strip() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            HOLDER.write_text(inner.read_text().strip())
+            first = inner.read_text().strip()
+            HOLDER.write_text(first)
+            # unshare itself ignores SIGTERM: the first process inside ends everything.
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(int(first), signal.SIGTERM))
             return lab.wait(None if hold or math.isinf(limit) else limit + STUCK_S)
         except subprocess.TimeoutExpired:
             lab.kill()
