@@ -297,6 +297,7 @@ COUNTED: list[tuple[str, dict[str, Any], int, int, int, int, dict[str, Any]]] = 
     ("tiny", {}, 3, 1, 128, 4096, {"mtp": True}),
     ("full-layers", WIDE, 3, 0, 512, 65536, {"mtp": True, "cp": True}),
     ("full-layers", WIDE, 3, 1, 1024, 12288, {"cp": True}),
+    ("full-layers", WIDE, 3, 0, 256, 499712, {"cp": True}),
 ]
 
 

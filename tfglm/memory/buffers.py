@@ -251,7 +251,8 @@ class _Chunk:
         lists = held(8 * rows * config.index_topk)
         stride = (-(-self._context // (self._shapes.ranks * PAGE)) + 1) * PAGE
         scores = self._piece(stride)
-        keys = _KEY_COPIES * scores + 3 * held(8 * stride)
+        before = 2 * scores if scores < held(4 * rows * stride) else 0  # keys of the piece before
+        keys = _KEY_COPIES * scores + before + 3 * held(8 * stride)
         return queries + max(lists + scores + keys, (self._shapes.ranks + _LIST_COPIES) * lists)
 
     def _piece(self, stride: int) -> int:
