@@ -86,7 +86,7 @@ def stop(lab: Lab) -> Figures:
 
 def start(lab: Lab) -> Figures:
     began = time.monotonic()
-    says("tfglm up", lab.playbooks.tfglm("up", "--start-only"), r"tiny serves at \S+ after")
+    says("tfglm up", lab.playbooks.tfglm("up", "--start-only"), r"start\.yml is done after \d+ s")
     seconds = round(time.monotonic() - began, 1)
     lab.same_reply()
     guest = lab.guests[1]
