@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import wiring
-from host import CACHE, LabError, run
+from host import CACHE, MASTERS, LabError, run
 
 KEY = CACHE / "key"
 SSH = [
     *("-q", "-i", str(KEY), "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "StrictHostKeyChecking=no"),
     *("-o", "UserKnownHostsFile=/dev/null", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"),
-    *("-o", "ControlMaster=auto", "-o", "ControlPersist=30", "-o", f"ControlPath={CACHE}/ssh-%h"),
+    *("-o", "ControlMaster=auto", "-o", "ControlPersist=30", "-o", f"ControlPath={MASTERS}/%h"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import shutil
@@ -15,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tfglm-lab"
 """Outlives the working tree: an image is minutes of work, and has a throwaway key in it that no repository may see."""
+MASTERS = CACHE / f"ssh-{hashlib.sha256(bytes(ROOT)).hexdigest()[:8]}"
+"""Folder of the sockets that ssh shares connections by. They cross network namespaces, in which all labs have the same
+addresses: a lab of another working tree must not find them."""
 
 PACKAGES = {
     "linux.uml": "user-mode-linux",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import scenario
 from cluster import Lab
-from host import NAMESPACE, ROOT, LabError, Over, Skip, absent, at_most, missing
+from host import MASTERS, NAMESPACE, ROOT, LabError, Over, Skip, absent, at_most, missing
 from image import image
 
 FOLDER = ROOT / "build/lab"
@@ -132,6 +132,7 @@ def _inside(report: Report, hold: bool, limit: float) -> int:
     # The first process of a namespace is not ended by a signal that it does not handle.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))
+    MASTERS.mkdir(parents=True, exist_ok=True)
     why = ""
     try:
         with at_most(limit):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from guest import KEY, Guest
-from host import ROOT, LabError, run
+from host import MASTERS, ROOT, LabError, run
 
 MODELS = "/srv/models"
 CHECKPOINT = f"{MODELS}/tiny"
@@ -48,7 +48,12 @@ VARIABLES: dict[str, object] = {
     # Faults come quicker than in a cluster's life: a start that served for a moment does not count as failed.
     "tfglm_limits": {"stable": 3.0, "backoff": 2.0},
 }
-PLAIN = {"ANSIBLE_NOCOLOR": "1", "ANSIBLE_TIMEOUT": "90", "COLUMNS": "200"}
+PLAIN = {
+    "ANSIBLE_NOCOLOR": "1",
+    "ANSIBLE_TIMEOUT": "90",
+    "ANSIBLE_SSH_CONTROL_PATH_DIR": str(MASTERS),
+    "COLUMNS": "200",
+}
 _RECAP = re.compile(r"^(\S+)\s+: ok=(\d+)\s+changed=(\d+)\s+unreachable=(\d+)\s+failed=(\d+)", re.MULTILINE)
 
 
