@@ -25,7 +25,9 @@ from tfglm.drafts.mtp import MtpDrafter
 from tfglm.drafts.policy import WINDOW_ROWS
 from tfglm.errors import RanksError
 from tfglm.models.glm53 import Glm53
+from tfglm.models.glm53_cuda import CudaGlm53
 from tfglm.models.mtp import Mtp, load_mtp
+from tfglm.models.mtp_cuda import load_mtp_cuda
 from tfglm.models.source import CheckpointSource
 from tfglm.models.taps import Taps
 from tfglm.models.window import Rows
@@ -56,8 +58,6 @@ def _hold(model: Glm53) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """A GPU holds a block drafter's matrices in GPU_FORMAT whatever the trunk's are in: they decide no token."""
     if not model.weights.embed.is_cuda:
         return None
-    from tfglm.models.glm53_cuda import CudaGlm53
-
     assert isinstance(model, CudaGlm53)
     return partial(model.ops.hold, kind=GPU_FORMAT)
 
@@ -65,9 +65,6 @@ def _hold(model: Glm53) -> Callable[[torch.Tensor], torch.Tensor] | None:
 def _load_mtp(checkpoint: Checkpoint, model: Glm53, kv: str) -> Mtp:
     source = CheckpointSource(checkpoint, share=model.share)
     if model.weights.embed.is_cuda:
-        from tfglm.models.glm53_cuda import CudaGlm53
-        from tfglm.models.mtp_cuda import load_mtp_cuda
-
         assert isinstance(model, CudaGlm53)
         return load_mtp_cuda(model, source)
     return Mtp(model, load_mtp(model.weights, model.config, source), kv)
